@@ -1,0 +1,277 @@
+"""The command line: parse, call one function, print. The help texts are the manual; README's blocks come from them."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llm_bench.errors import BenchError
+
+app = typer.Typer(
+    name="llm-bench",
+    help="Load-test LLM serving engines: replay a trace, record what users feel, report what the data carry.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+targets_app = typer.Typer(help="Look at targets.", no_args_is_help=True)
+app.add_typer(targets_app, name="targets")
+
+TargetsFile = Annotated[Path, typer.Option(help="File of declared targets.")]
+Api = Annotated[str, typer.Option(help="Protocol of targets given by URL: a row of the README's table of dialects.")]
+Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
+KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the targets' API key.")]
+Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
+MaxLen = Annotated[int, typer.Option(help="Context limit in tokens, where the target does not say it.")]
+Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
+Metrics = Annotated[str, typer.Option(help="Comma-separated: <series>_<reducer>, or a per-cell name.")]
+Format = Annotated[str, typer.Option(help="terminal, md, json or csv.")]
+
+
+def _numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        values = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise BenchError(f"{option} {text!r}: expected numbers such as 1,8,32") from None
+    if not values or not all(0 < v < float("inf") for v in values):
+        raise BenchError(f"{option} {text!r}: expected numbers above 0")
+    if len(set(values)) < len(values):
+        raise BenchError(f"{option} {text!r}: a load is named twice")
+    return values
+
+
+def _loads(
+    concurrency: str, rate: str, replay: bool, speed: float, burstiness: float, constant: bool, cap: int | None
+) -> list[Any]:
+    from llm_bench.plan import Load
+
+    given = [name for name, on in (("--concurrency", concurrency), ("--rate", rate), ("--replay", replay)) if on]
+    if len(given) > 1:
+        raise BenchError(f"{' and '.join(given)}: give one of them; each is another kind of load")
+    if cap is not None and (cap < 1 or concurrency):
+        raise BenchError("--max-in-flight is the cap of an open loop (--rate or --replay), a number from 1")
+    if not speed > 0 or not burstiness > 0:
+        raise BenchError("--speed and --burstiness must be above 0")
+    if concurrency:
+        return [Load(concurrency=n) for n in _numbers(concurrency, "--concurrency", int)]
+    if rate:
+        shape = None if constant else burstiness
+        return [Load(rate=r, burstiness=shape, max_in_flight=cap) for r in _numbers(rate, "--rate", float)]
+    return [Load(speed=speed, max_in_flight=cap)]
+
+
+@app.command()
+def run(
+    targets: Annotated[str, typer.Option(help="name,name=url,url: declared in targets.toml, or reference, or null.")],
+    trace: Annotated[Path, typer.Option(help="Trace file; its format is found by its keys.")],
+    concurrency: Annotated[str, typer.Option(help="Closed loop: this many slots, e.g. 1,8,32.")] = "",
+    rate: Annotated[str, typer.Option(help="Open loop: requests per second, e.g. 1,2,4.")] = "",
+    burstiness: Annotated[float, typer.Option(help="Gamma shape of --rate's gaps: 1 Poisson, 0.25 CV 2.")] = 1.0,
+    constant: Annotated[bool, typer.Option("--constant", help="Space --rate's arrivals evenly.")] = False,
+    replay: Annotated[bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")] = False,
+    speed: Annotated[float, typer.Option(help="Replay this many times as fast: 2 takes half as long.")] = 1.0,
+    max_in_flight: Annotated[int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")] = None,
+    drain: Annotated[float | None, typer.Option(help="Seconds to wait for the last answers; default: the total time-out.")] = None,
+    loop_trace: Annotated[bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")] = False,
+    seed: Annotated[int, typer.Option(help="Of arrivals; of the prompts with --reuse-prompts.")] = 0,
+    retries: Annotated[int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")] = 0,
+    too_long: Annotated[str, typer.Option(help="Requests over the context limit: refuse, skip or clip.")] = "refuse",
+    reuse_prompts: Annotated[bool, typer.Option("--reuse-prompts", help="The same prompts in every cell and run.")] = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")] = False,
+    trace_format: Annotated[str | None, typer.Option("--format-of-trace", help="Override the format that is found.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")] = None,
+    skip_bad: Annotated[int, typer.Option(help="Tolerate up to N bad rows; they are counted.")] = 0,
+    api: Api = "openai-chat",
+    model: Model = "",
+    key_env: KeyEnv = "",
+    tokenizer: Tokenizer = "",
+    max_model_len: MaxLen = 0,
+    targets_file: TargetsFile = Path("targets.toml"),
+    ready_timeout: Ready = 30.0,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds; 0: none.")] = 10.0,
+    ttft_timeout: Annotated[float, typer.Option(help="Seconds from sending to the first token; 0: none.")] = 300.0,
+    stall_timeout: Annotated[float, typer.Option(help="Seconds without a byte after the first token; 0: none.")] = 120.0,
+    total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all; 0: none.")] = 3600.0,
+    keep_bytes: Annotated[int, typer.Option(help="Keep the first N bytes of good answers too.")] = 0,
+    metrics: Metrics = "",
+    fail_on_error_rate: Annotated[float, typer.Option(help="Exit 1 when a cell's share of failures is over this.")] = 0.5,
+    fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
+    format: Format = "terminal",
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
+) -> None:
+    """Replay a trace against targets at each load, and report."""
+    from llm_bench import report
+    from llm_bench import run as runs
+    from llm_bench import targets as known
+    from llm_bench.exchange import Timeouts
+
+    if too_long not in ("refuse", "skip", "clip"):
+        raise BenchError(f"--too-long {too_long!r}: expected refuse, skip or clip")
+    if retries < 0 or skip_bad < 0 or keep_bytes < 0 or not 0 <= fail_on_error_rate <= 1:
+        raise BenchError("--retries, --skip-bad and --keep-bytes are from 0 up, --fail-on-error-rate between 0 and 1")
+    for option, value in (("--requests", requests), ("--duration", duration), ("--block-size", block_size)):
+        if value is not None and not value > 0:
+            raise BenchError(f"{option} {value}: expected a number above 0")
+    loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
+    names = report.parse_metrics(metrics)
+    report.check_format(format)
+    facts = {"api": api, "model": model, "key_env": key_env, "tokenizer": tokenizer, "max_model_len": max_model_len}
+    chosen = known.parse(targets, targets_file, facts)
+    limits = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
+    options = runs.Options(
+        targets=chosen,
+        trace=trace,
+        loads=loads,
+        out=out or _new_folder([t.name for t in chosen]),
+        format=trace_format,
+        block_size=block_size,
+        skip_bad=skip_bad,
+        requests=requests,
+        duration_s=duration,
+        warmup=warmup,
+        drain_s=drain,
+        loop_trace=loop_trace,
+        seed=seed,
+        retries=retries,
+        too_long=too_long,
+        reuse_prompts=reuse_prompts,
+        stream=not no_stream,
+        keep_bytes=keep_bytes,
+        ready_s=ready_timeout,
+        timeouts=Timeouts(*(limit or None for limit in limits)),
+    )
+    say, live = _voice()
+    ended = runs.run(options, say, live)
+    say(f"records: {options.out}")
+    found = report.load_run(options.out)
+    sys.stdout.write(report.render(found, names, format))
+    raise typer.Exit(_exit_code(ended, report.verdict(found), fail_on_error_rate, fail_on_doubt, say))
+
+
+def _exit_code(ended: Any, verdict: Any, limit: float, fail_on_doubt: bool, say: Callable[[str], None]) -> int:
+    if ended.interrupted:
+        return 130
+    if ended.gone:
+        return 4
+    bad = [name for name, ok, rate in verdict.cells if not ok or rate > limit]
+    if bad:
+        say(f"failed: no ok request, or an error rate over {limit:.0%}, in {', '.join(bad)}")
+        return 1
+    return 3 if fail_on_doubt and verdict.doubts else 0
+
+
+def _new_folder(names: list[str]) -> Path:
+    from datetime import datetime
+
+    stem = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{'-'.join(names)[:60]}"
+    return Path("".join(c if c.isalnum() or c in "-_./=" else "_" for c in stem))
+
+
+def _voice() -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """(say, live) on stderr: a line that stays; and one that is overwritten, or every 5 s a line where no one looks."""
+    import time
+
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        status = console.status("")
+
+        def live(text: str) -> None:
+            if not text:
+                status.stop()
+                return
+            status.update(text)
+            status.start()
+
+        return lambda text: console.print(text, markup=False), live
+    last = [time.monotonic()]
+
+    def sparse(text: str) -> None:
+        if text and time.monotonic() - last[0] >= 5:
+            last[0] = time.monotonic()
+            console.print(text, markup=False)
+
+    return lambda text: console.print(text, markup=False), sparse
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; default: the newest in runs/.")] = None,
+    metrics: Metrics = "",
+    format: Format = "terminal",
+    fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
+) -> None:
+    """Read what runs recorded, and say what it means."""
+    from llm_bench import report as reports
+
+    names = reports.parse_metrics(metrics)
+    reports.check_format(format)
+    found = [reports.load_run(path) for path in runs or [reports.newest(Path("runs"))]]
+    sys.stdout.write(reports.render_all(found, names, format))
+    if fail_on_doubt and any(reports.verdict(run).doubts for run in found):
+        raise typer.Exit(3)
+
+
+@targets_app.command("check")
+def check(
+    targets: Annotated[str, typer.Argument(help="name,name=url,url: as for `run --targets`.")],
+    api: Api = "openai-chat",
+    model: Model = "",
+    key_env: KeyEnv = "",
+    tokenizer: Tokenizer = "",
+    max_model_len: MaxLen = 0,
+    targets_file: TargetsFile = Path("targets.toml"),
+    ready_timeout: Ready = 30.0,
+) -> None:
+    """Ask each target what every measurement needs to know: reachable, models, usage, pinned lengths, round trip."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llm_bench import targets as known
+
+    facts = {"api": api, "model": model, "key_env": key_env, "tokenizer": tokenizer, "max_model_len": max_model_len}
+    say, _ = _voice()
+    for declared in known.parse(targets, targets_file, facts):
+        with known.running(declared, say) as target:
+            found = known.probe(target, say, ready_timeout)
+        table = Table(title=target.name, title_justify="left", show_header=False)
+        for row in known.check_rows(target, found):
+            table.add_row(*row)
+        Console().print(table)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def serve(context: typer.Context) -> None:
+    """Start the reference engine alone: llm-bench serve --model tiny --port 8000 (its own --help lists the knobs)."""
+    import os
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None and not any(arg.startswith("sim:") for arg in context.args):
+        raise BenchError("serve: the engine needs torch; pip install 'llm-bench[engine]'")
+    os.execv(sys.executable, [sys.executable, "-m", "reference_engine", *context.args])
+
+
+def main() -> None:
+    """Entry point: errors of the user's are one line and exit code 2, never a traceback."""
+    try:
+        app()
+    except BenchError as e:
+        sys.stderr.write(f"llm-bench: {e}\n")
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("llm-bench: interrupted; what was measured before is on disk\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone, e.g. `| head`
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

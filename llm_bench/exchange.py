@@ -1,0 +1,49 @@
+"""What the socket saw of one request: stamps and bytes, uninterpreted; and the limits it was given.
+
+`wire` fills an Exchange, `answer` reads it. All stamps are integer nanoseconds of CLOCK_MONOTONIC; 0 means "never".
+"""
+
+from array import array
+from dataclasses import dataclass, field
+
+# How an exchange ended, as the socket saw it. Only the first two can become `ok`.
+COMPLETE = "complete"  # the HTTP message ended as its framing said
+CLOSED = "closed"  # the peer closed a body that only a close delimits (no Content-Length, not chunked)
+TRUNCATED = "truncated"  # the peer closed or reset before the framing was complete
+CANCELLED = "cancelled"  # closed by us because the trace said so
+CUT = "cut"  # closed by us because the run ended
+CONNECT_ERROR = "connect_error"
+CONNECT_TIMEOUT = "connect_timeout"
+TTFT_TIMEOUT = "ttft_timeout"  # no token-bearing event in time; comments and role events do not count
+STALL_TIMEOUT = "stall_timeout"  # after the first token, no data or comment byte in time
+TOTAL_TIMEOUT = "total_timeout"
+PROTOCOL_ERROR = "protocol_error"  # what came is not HTTP/1.1
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Limits of one request in seconds; None is no limit. Printed at start, stored in the header: none is hidden."""
+
+    connect_s: float | None = 10.0
+    ttft_s: float | None = 300.0
+    stall_s: float | None = 120.0
+    total_s: float | None = 3600.0
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One attempt, or the last of several, at one request."""
+
+    sent_ns: int = 0  # the last byte was handed to the socket
+    first_byte_ns: int = 0  # first byte of the response
+    first_token_ns: int = 0  # the read that brought the first token-bearing event
+    end_ns: int = 0  # terminal byte, close, or the moment it was given up
+    status: int = 0
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # names in lower case
+    # The body as it came: piece k was read at read_ns[k], stamped once per read, before parsing.
+    read_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    pieces: list[bytes] = field(default_factory=list)
+    bytes_in: int = 0  # all bytes received, heads and framing included
+    ended: str = ""  # one of the constants above
+    error: str = ""  # text of a failure: never empty when `ended` is a failure
+    reconnects: int = 0  # kept-alive connections found closed before a byte of the answer

@@ -1,0 +1,208 @@
+"""HTTP/1.1 responses and event streams: bytes in, body and events out, the same for any split of the bytes.
+
+No socket and no clock. `Response` takes the reads of a connection, `Sse` the body pieces that it gives back.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import httptools
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class ProtocolError(ValueError):
+    """What came is not HTTP/1.1; `pieces` is the body that the failing read had completed before it went wrong."""
+
+    def __init__(self, text: str, pieces: Sequence[bytes] = ()) -> None:
+        super().__init__(text)
+        self.pieces = list(pieces)
+
+
+class Response:
+    """One response to a POST, framed by llhttp (RFC 9112). Interim 1xx responses are skipped.
+
+    The C parser calls `list.append` for a body piece, so a read costs one Python call, whatever it holds. The parser
+    and this object hold each other; it is let go at the end, so that no request waits for the garbage collector.
+    """
+
+    __slots__ = (
+        "_parser",
+        "_pieces",
+        "close_delimited",
+        "complete",
+        "head_done",
+        "headers",
+        "keep_alive",
+        "on_body",
+        "status",
+    )
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []  # names in lower case
+        self.head_done = False
+        self.complete = False
+        self.keep_alive = False  # what the head promises; llama.cpp promises and closes all the same
+        self.close_delimited = False  # neither Content-Length nor chunked: the body ends when the peer closes
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The body pieces that this read completed. Raises ProtocolError, also for bytes after the end."""
+        if self._parser is None:
+            if data.strip(b"\r\n"):  # RFC 9112 2.2: an empty line between messages is to be ignored
+                raise ProtocolError(f"bytes after the end of the response: {data[:60]!r}")
+            return []
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
+            raise ProtocolError(self._reason(e, data), self._take()) from None
+        if self.complete:
+            self._parser = None
+        return self._take() if self._pieces else []
+
+    def eof(self) -> bool:
+        """The peer closed: is that a proper end of this response?"""
+        if self.head_done and self.close_delimited:
+            self.complete = True
+        self._parser = None
+        return self.complete
+
+    def _take(self) -> list[bytes]:
+        pieces = self._pieces.copy()
+        self._pieces.clear()  # the parser holds this list's append
+        return pieces
+
+    def _reason(self, e: Exception, data: bytes) -> str:
+        self._parser = None
+        if self.complete:
+            return f"bytes after the end of the response, in the read {data[:60]!r}"
+        if isinstance(e, httptools.HttpParserUpgrade):
+            return "the server switched protocols (101), which nobody asked for"
+        return f"not HTTP/1.1: {e}, in the read {data[:60]!r}"
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise ProtocolError("a second response")  # feed() says so; llhttp must not add its body to ours
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.head_done:  # a trailer's fields come by the same door
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            self.headers.clear()
+            return
+        self.head_done = True
+        self.keep_alive = self._parser.should_keep_alive()
+        self.close_delimited = self.status not in (204, 304) and not any(map(_delimits, self.headers))
+
+    def on_message_complete(self) -> None:
+        self.complete = self.head_done
+
+
+def _delimits(header: tuple[bytes, bytes]) -> bool:
+    name, value = header
+    return name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+
+
+class Sse:
+    """An event stream's data (WHATWG HTML, "Server-sent events"), with LF, CRLF or CR as line ends, in any split.
+
+    An event whose data is empty is dropped and counted in `empties`: no protocol of the field says anything by it.
+    """
+
+    __slots__ = ("_at_start", "_ended_in_cr", "_parts", "comments", "empties", "names")
+
+    def __init__(self) -> None:
+        self.comments = 0  # comment lines: liveness, no tokens
+        self.empties = 0
+        self.names: dict[int, bytes] = {}  # position in what feed() last returned -> the event's name, where it has one
+        self._parts: list[bytes] = []  # of the event not yet complete; joined only when a line end comes
+        self._at_start = True
+        self._ended_in_cr = False
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of each event that this piece completed. Never raises."""
+        if self.names:
+            self.names = {}
+        if self._ended_in_cr and piece:
+            self._ended_in_cr = False
+            if piece[0] == 0x0A:  # the second half of a CRLF cut in two: its CR has ended the line already
+                piece = piece[1:]
+        if b"\r" in piece:
+            self._ended_in_cr = piece[-1] == 0x0D
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if b"\n" not in piece:
+            if piece:
+                self._parts.append(piece)
+            return []
+        if self._parts:
+            self._parts.append(piece)
+            piece = b"".join(self._parts)
+            self._parts.clear()
+        if self._at_start:
+            self._at_start = False
+            piece = piece.removeprefix(_BOM)
+        # Invariant: `piece` begins where a block of lines begins; each block but the last ended in an empty line.
+        blocks = piece.split(b"\n\n")
+        rest = blocks.pop()
+        if rest:
+            self._parts.append(rest)
+        events: list[bytes] = []
+        for block in blocks:
+            if block[:5] == b"data:" and b"\n" not in block:  # one line of data: all that LLM servers send, bar pings
+                data = block[6:] if block[5:6] == b" " else block[5:]
+                if data:
+                    events.append(data)
+                else:
+                    self.empties += 1
+            elif block:
+                self._lines(block, events)
+        return events
+
+    def _lines(self, block: bytes, events: list[bytes]) -> None:
+        values: list[bytes] = []
+        event_name = b""
+        for line in block.split(b"\n"):
+            name, _, value = line.partition(b":")
+            value = value.removeprefix(b" ")
+            if name == b"data":
+                values.append(value)
+            elif name == b"event":
+                event_name = value
+            elif not name and line:
+                self.comments += 1
+        data = b"\n".join(values)
+        if data:
+            if event_name:
+                self.names[len(events)] = event_name
+            events.append(data)
+        elif values:
+            self.empties += 1
+
+    def leftover(self) -> bytes:
+        """The bytes of an event that no empty line has ended; such an event is not one (the spec discards it)."""
+        return b"".join(self._parts)
+
+
+class Events(NamedTuple):
+    """The events of a finished body."""
+
+    stamped: list[tuple[int, bytes]]  # (ns of the read that completed the event, its data)
+    comments: int
+    leftover: bytes
+
+
+def events(read_ns: Iterable[int], pieces: Iterable[bytes]) -> Events:
+    """All events of a body whose piece k was read at read_ns[k]; the events that one read completed share its stamp."""
+    sse = Sse()
+    feed = sse.feed
+    stamped = [(ns, data) for ns, piece in zip(read_ns, pieces, strict=True) for data in feed(piece)]
+    return Events(stamped, sse.comments, sse.leftover())

@@ -1,0 +1,172 @@
+"""One run: targets x loads, each a cell. Reads the trace, probes the targets, measures cell after cell.
+
+Everything that a cell measured is on disk before the next begins; `run.json` names the cells and how each ended.
+"""
+
+import json
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llm_bench import __version__, clock, plan, targets, trace
+from llm_bench.errors import BenchError
+from llm_bench.exchange import Timeouts
+from llm_bench.plan import Load
+from llm_bench.targets import Target
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for. Everything that can change a number is printed and stored."""
+
+    targets: Sequence[Target]
+    trace: Path
+    loads: Sequence[Load]
+    out: Path
+    format: str | None = None
+    block_size: int | None = None
+    skip_bad: int = 0
+    requests: int | None = None
+    duration_s: float | None = None
+    warmup: float | None = None  # requests (closed loop) or seconds (open); None: the default of METRICS.md
+    drain_s: float | None = None  # None: the total timeout
+    loop_trace: bool = False
+    seed: int = 0
+    retries: int = 0
+    too_long: str = "refuse"
+    reuse_prompts: bool = False
+    stream: bool = True
+    keep_bytes: int = 0
+    ready_s: float = 30.0
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def public(self) -> dict[str, Any]:
+        out = {k: v for k, v in asdict(self).items() if k not in ("targets", "loads")}
+        return out | {"trace": str(self.trace), "out": str(self.out)}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended, for the exit code."""
+
+    interrupted: bool = False
+    gone: str = ""  # the target that no longer answers
+
+
+def run(options: Options, say: Callable[[str], None], live: Callable[[str], None]) -> Ended:
+    """Measure every cell; `say` prints a line that stays, `live` one that is overwritten.
+
+    Raises BenchError, before any load is sent, when something asked for cannot be right.
+    """
+    from llm_bench.cell import Cell
+
+    rows = trace.read(
+        options.trace,
+        format=options.format,
+        limit=None if options.loop_trace else options.requests,
+        block_size=options.block_size,
+        skip_bad=options.skip_bad,
+    )
+    if not rows.requests:
+        raise BenchError(f"{options.trace}: no request is left to send")
+    for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
+        say(f"trace: {note}")
+    if any(load.concurrency for load in options.loads) and rows.requests[-1].at_s is not None:
+        say("trace: a closed loop does not use its times; its order, lengths, prefixes and sessions are used")
+    for load in options.loads:  # a trace without times fails here, not after the first cell
+        plan.due_times(rows.requests, load, options.seed)
+    _make_folder(options.out)
+    book = Book(options, rows)
+    with ExitStack() as stack:
+        ready = []
+        for declared in options.targets:
+            target = stack.enter_context(targets.running(declared, say))
+            found = targets.probe(target, say, options.ready_s, stream=options.stream)
+            for note in found.notes:
+                say(f"{target.name}: {note}")
+            requests, effect = plan.fit_context(rows.requests, found.max_model_len, options.too_long)
+            if effect:
+                say(f"{target.name}: {effect}")
+            ready.append((target, found, requests, effect))
+        for target, found, requests, effect in ready:
+            for load in options.loads:
+                cell = Cell(options, book.run_id, len(book.facts["cells"]), target, found, requests, load)
+                book.begin_cell(cell.name, {"target": target.name, "load": cell.load_facts()})
+                end = cell.measure(book.header(rows, {"too_long": effect}), say, live)
+                book.end_cell(cell.name, end)
+                if end["reason"] == "interrupted":
+                    return Ended(interrupted=True)
+                if end["reason"] == "target gone":
+                    say(f"{target.name} no longer answers; what was measured is in {options.out}")
+                    return Ended(gone=target.name)
+    return Ended()
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise BenchError(f"--out {out}: the folder is not empty; give a new name, nothing is overwritten")
+    except OSError as e:
+        raise BenchError(f"--out {out}: {e.strerror}") from None
+
+
+class Book:
+    """run.json: what was asked, on what machine, how each cell ended. Written anew, atomically, after each cell."""
+
+    def __init__(self, options: Options, rows: trace.Trace) -> None:
+        self.path = options.out / "run.json"
+        self.run_id = secrets.token_hex(4)
+        self.facts: dict[str, Any] = {
+            "llm_bench_run": 1,
+            "run_id": self.run_id,
+            "version": __version__,
+            "command": sys.argv[1:],
+            "anchor": list(clock.anchor()),
+            "host": host(),
+            "settings": options.public(),
+            "trace": {"path": rows.path, "format": rows.format, "notes": rows.notes}
+            | {"rows": len(rows.requests), "skipped": rows.skipped},
+            "cells": [],
+        }
+        self.save()
+
+    def header(self, rows: trace.Trace, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What a record file says of the run, so that it can be read alone."""
+        facts = {key: value for key, value in self.facts.items() if key != "cells"}
+        return facts | {"settings": {**facts["settings"], **settings}}
+
+    def begin_cell(self, name: str, facts: Mapping[str, Any]) -> None:
+        self.facts["cells"].append({"name": name, "file": f"{name}.arrow", **facts})
+        self.save()
+
+    def end_cell(self, name: str, end: Mapping[str, Any]) -> None:
+        next(c for c in self.facts["cells"] if c["name"] == name)["end"] = end
+        self.save()
+
+    def save(self) -> None:
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.facts, indent=1) + "\n")
+        part.replace(self.path)
+
+
+def host() -> dict[str, Any]:
+    """The machine as far as it matters to a reader: no host name, no user."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }

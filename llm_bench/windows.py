@@ -1,0 +1,165 @@
+"""Which part of a cell is measured: after warm-up, before the drain, by a rule that is printed with its edges.
+
+Windows are half-open, [start_ns, end_ns). Requests belong to them by due time, tokens by event time (METRICS.md).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm_bench.errors import BenchError
+from llm_bench.records import Cell
+
+TOO_SHORT = "too short"
+OPEN_WARMUP_SHARE = 0.05  # of the span from start to last due time
+LEAST_WAVES = 5  # a closed loop's window holds at least this many requests a slot
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The measured part of a cell. `state` is "" or TOO_SHORT; `first_wave` requests left together at the start."""
+
+    start_ns: int
+    end_ns: int
+    warmup: int  # requests due before the window
+    requests: int  # requests due in it
+    rule: str  # in words, with what decided the edges
+    first_wave: int = 0
+    state: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+def of(cell: Cell) -> Window:
+    """The window of a cell by the load in its header. Raises BenchError for a load that is none of ours."""
+    load = cell.header.get("load", {})
+    kind = load.get("kind")
+    duration_s = load.get("duration_s")
+    if kind == "closed":
+        duration_ns = None if duration_s is None else round(duration_s * 1e9)
+        return closed(cell, load["concurrency"], load.get("warmup"), duration_ns)
+    if kind in ("open", "replay"):
+        return open_(cell, load.get("warmup"))
+    raise BenchError(f"record header: load kind {kind!r}, known are closed, open, replay")
+
+
+def closed(cell: Cell, concurrency: int, warmup: int | None, duration_ns: int | None) -> Window:
+    """Closed loop of `concurrency` slots. `warmup` in requests, None: the longer of 2N and the end of the first wave.
+
+    Opens at the first moment with N in flight after `warmup` requests and the whole first wave have ended; closes when
+    the first slot cannot be refilled, or after `duration_ns`.
+    """
+    due, end = cell["due_ns"], cell["end_ns"]
+    tried = attempted(cell)
+    ends = np.sort(end[tried])
+    wave = min(concurrency, len(ends))
+    asked = 2 * concurrency if warmup is None else warmup
+    if len(ends) <= asked or not wave:
+        return _never(cell, f"{len(ends)} requests ended, warm-up takes {asked}", wave)
+    warm_ns = max(int(end[tried][:wave].max()), int(ends[asked - 1]) if asked else 0)
+    at_ns, level = in_flight(cell)
+    full = np.flatnonzero(level >= concurrency)
+    # In flight stays at N from one step to the next: the moment may lie inside a step that began in warm-up.
+    full = full[np.append(at_ns[1:], at_ns[-1:])[full] > warm_ns]
+    if not len(full):
+        return _never(cell, f"never {concurrency} in flight after the first wave and {asked} requests ended", wave)
+    start_ns = max(warm_ns, int(at_ns[full[0]]))
+    unfilled = ends[np.searchsorted(ends, due[tried].max(), "right") :]
+    end_ns, why = (int(unfilled[0]), "the first slot that could not be refilled") if len(unfilled) else (0, "")
+    if duration_ns is not None and start_ns + duration_ns <= end_ns:
+        end_ns, why = start_ns + duration_ns, f"{duration_ns / 1e9:g} s later"
+    if end_ns <= start_ns:
+        return _never(cell, "the last request had left before the first wave and warm-up ended", wave)
+    rule = (
+        f"closed loop: from {concurrency} in flight after {asked} requests and the first wave of {wave} had ended, "
+        f"to {why}"
+    )
+    requests = _due_in(cell, start_ns, end_ns)
+    state = TOO_SHORT if requests < LEAST_WAVES * concurrency else ""
+    return Window(start_ns, end_ns, int((due < start_ns).sum()), requests, rule, wave, state)
+
+
+def open_(cell: Cell, warmup_s: float | None = None) -> Window:
+    """Open loop or replay: from the end of warm-up (`warmup_s`, None: 5% of the span) to the last due time."""
+    due = cell["due_ns"]
+    if not cell.n:
+        return _never(cell, "no request was due")
+    began = int(cell.header.get("started", {}).get("start_ns") or due[0])
+    last = int(due[-1])
+    warm_ns = round((last - began) * OPEN_WARMUP_SHARE) if warmup_s is None else round(warmup_s * 1e9)
+    start_ns = began + warm_ns
+    said = f"{OPEN_WARMUP_SHARE:.0%} of the span" if warmup_s is None else f"{warmup_s:g} s as asked"
+    if start_ns >= last or not _due_in(cell, start_ns, last):
+        return _never(cell, f"no request was due between the warm-up of {warm_ns / 1e9:g} s and the last due time")
+    rule = f"open loop: from {warm_ns / 1e9:.3g} s of warm-up ({said}) to the last due time"
+    return Window(start_ns, last, int((due < start_ns).sum()), _due_in(cell, start_ns, last), rule)
+
+
+def whole(cell: Cell, rule: str = "whole run, ramp and drain included", first_wave: int = 0, state: str = "") -> Window:
+    """From the first due time to just after the last end: every request and every token is in it."""
+    if not cell.n:
+        return Window(0, 1, 0, 0, rule, first_wave, state)
+    last = max(int(cell["end_ns"].max()), int(cell["due_ns"].max()), int(cell.event_ns.max(initial=0)))
+    return Window(int(cell["due_ns"][0]), last + 1, 0, cell.n, rule, first_wave, state)
+
+
+def _never(cell: Cell, why: str, first_wave: int = 0) -> Window:
+    return whole(cell, f"whole run, because the window never opened: {why}", first_wave, TOO_SHORT)
+
+
+def _due_in(cell: Cell, start_ns: int, end_ns: int) -> int:
+    due = cell["due_ns"]
+    return int(((due >= start_ns) & (due < end_ns)).sum())
+
+
+def attempted(cell: Cell) -> np.ndarray:
+    """Mask of requests for which a connection was begun or taken."""
+    return np.asarray(cell["outcome"] != "dropped", bool)
+
+
+def left_ns(cell: Cell) -> np.ndarray:
+    """When each attempted request left: its last byte was handed over or, where it never was, its slot let it go."""
+    sent, ready = cell["sent_ns"], cell["ready_ns"]
+    return np.where(sent > 0, sent, np.where(ready > 0, ready, cell["end_ns"]))
+
+
+def in_flight(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (at_ns, level): the driver's gauge where there is one, else rebuilt from [sent, end) of the records."""
+    if len(cell.gauge):
+        return cell.gauge[:, 0], cell.gauge[:, 1]
+    tried = attempted(cell)
+    return steps(left_ns(cell)[tried], cell["end_ns"][tried])
+
+
+def in_system(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (at_ns, level) of requests that are due and not ended: what a growing backlog shows in."""
+    tried = attempted(cell)
+    return steps(cell["due_ns"][tried], cell["end_ns"][tried])
+
+
+def steps(start_ns: np.ndarray, end_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many of the intervals [start, end) hold each moment: levels from each distinct edge on."""
+    at_ns, place = np.unique(np.concatenate([start_ns, end_ns]), return_inverse=True)
+    change = np.repeat([1, -1], (len(start_ns), len(end_ns)))
+    return at_ns, np.cumsum(np.bincount(place, change, len(at_ns))).astype(np.int64)
+
+
+def level_at(at_ns: np.ndarray, level: np.ndarray, when_ns: np.ndarray) -> np.ndarray:
+    """The level of a step function at each moment, 0 before its first step."""
+    return np.concatenate([[0], level])[np.searchsorted(at_ns, when_ns, "right")]
+
+
+def integral_s(at_ns: np.ndarray, level: np.ndarray, window: Window) -> float:
+    """The time integral of a step function over a window, in level · seconds."""
+    if not len(at_ns):
+        return 0.0
+    edges = np.clip(np.append(at_ns, window.end_ns), window.start_ns, window.end_ns)
+    return float((np.diff(edges) * level).sum()) / 1e9
+
+
+def overlap_s(start_ns: np.ndarray, end_ns: np.ndarray, window: Window) -> float:
+    """Sum of the overlaps of [start, end) with a window, in seconds."""
+    inside = np.minimum(end_ns, window.end_ns) - np.maximum(start_ns, window.start_ns)
+    return float(np.maximum(inside, 0).sum()) / 1e9

@@ -1,0 +1,49 @@
+"""Every knob of the engine in one frozen dataclass; the server prints the effective values at start."""
+
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def knob(default: T, text: str) -> T:
+    """A dataclass field whose text becomes the flag's help: each knob is described once."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes in tokens, blocks or sequences. Names are vLLM's where the knob is the same. Raises ValueError."""
+
+    model: str = knob("tiny", "tiny | a Hugging Face directory | sim:NAME")
+    served_name: str = knob("", "model name on the wire; empty: the model's own")
+    dtype: str = knob("float32", "float32 | bfloat16")
+    device: str = knob("auto", "auto | cpu | cuda")
+    block_size: int = knob(16, "tokens of a KV block")
+    num_blocks: int = knob(2048, "KV blocks in the pool")
+    max_model_len: int = knob(4096, "longest prompt + answer")
+    max_num_seqs: int = knob(64, "most sequences that run at once")
+    max_num_batched_tokens: int = knob(512, "token budget of a step")
+    chunked_prefill: bool = knob(True, "off: a prompt is computed in one step or waits")
+    prefix_caching: bool = knob(True, "keep the KV of finished prompts for equal beginnings")
+    policy: str = knob("fcfs", "who is served first: fcfs | priority")
+    threads: int = knob(1, "torch threads; a second spinning one loses 4x beside a busy neighbour")
+    seed: int = knob(0, "of random weights and of requests that bring none")
+
+    def __post_init__(self) -> None:
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; would be right: 1 or more")
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def context(self) -> int:
+        """The longest prompt + answer that can be served: what the model may and the pool can hold."""
+        return min(self.max_model_len, self.pool_tokens)
+
+
+# Every count; a seed may be anything.
+POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name != "seed"]

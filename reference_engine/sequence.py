@@ -1,0 +1,52 @@
+"""A Sequence: tokens, how many of them are computed, and the blocks that hold their keys and values."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What the client asked of one choice."""
+
+    max_tokens: int
+    min_tokens: int = 0  # end tokens are masked out before this many
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # looked for in the text, by the server's detokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """There is no prefill or decode phase: `computed` chases `len(token_ids)`.
+
+    A step computes positions [computed, computed + n); iff that reaches len(token_ids) one token is sampled and appended.
+    """
+
+    id: int
+    token_ids: list[int]  # prompt, then what was sampled
+    prompt_len: int
+    params: SamplingParams
+    arrival: int  # order of submission
+    priority: int = 0  # lower is served first
+    computed: int = 0  # tokens whose keys and values are in the blocks
+    blocks: list[int] = field(default_factory=list)  # block table: position p is in blocks[p // block_size]
+    hashes: list[bytes] = field(default_factory=list)  # chain over the full blocks of token_ids, as far as asked for
+    published: int = 0  # leading blocks that were offered for reuse
+    salt: bytes = b""  # only sequences of one salt share blocks
+    leader: "Sequence | None" = None  # has the same prompt and computes it first; this one waits to share its blocks
+    cached: int = 0  # prompt tokens taken from the prefix cache at first admission
+    preemptions: int = 0
+    finish_reason: str = ""  # "" while alive; stop | length | abort | error
+    # CLOCK_MONOTONIC ns, 0 = not yet
+    arrived_ns: int = 0
+    scheduled_ns: int = 0  # first time it was given a token budget
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    finished_ns: int = 0
+    evicted_ns: int = 0  # since when it waits again, having been preempted
+    evicted_total_ns: int = 0  # time it waited so; part of prefill or decode, never of queue
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len

@@ -1,0 +1,65 @@
+"""Who may import whom: a module imports only what stands above it in this list."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Import order of llm_bench, as DESIGN.md gives it.
+LAYERS = """errors clock exchange http1 stats trace prompts dialects answer null_target targets plan records wire driver
+cell run windows metrics doubts report cli""".split()
+
+PURE = "http1 stats trace prompts dialects answer windows metrics doubts".split()
+PURE_ENGINE = "sequence blocks policies scheduler".split()
+IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module imported anywhere in the file, by full name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_every_module_of_the_bench_has_its_place_in_the_list():
+    assert {p.stem for p in (ROOT / "llm_bench").glob("*.py")} - {"__init__"} == set(LAYERS)
+
+
+# cell needs run's Options for a type only, and run starts cells: the one pair that meets in a function.
+DEFERRED = {("cell", "run"), ("run", "cell")}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_module_imports_only_what_stands_above_it(name):
+    below = LAYERS[LAYERS.index(name) + 1 :]
+    used = imports(ROOT / "llm_bench" / f"{name}.py")
+    wrong = [other for other in below if f"llm_bench.{other}" in used and (name, other) not in DEFERRED]
+    assert not wrong
+
+
+def test_bench_and_engine_share_only_a_socket():
+    for path in (ROOT / "llm_bench").rglob("*.py"):
+        assert not any(m.split(".")[0] in ("reference_engine", "kernels") for m in imports(path)), path
+    for path in [*(ROOT / "reference_engine").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        assert not any(m.split(".")[0] == "llm_bench" for m in imports(path)), path
+
+
+@pytest.mark.parametrize("name", [f"llm_bench/{n}" for n in PURE] + [f"reference_engine/{n}" for n in PURE_ENGINE])
+def test_the_pure_core_has_no_clock_socket_or_torch(name):
+    assert not {m.split(".")[0] for m in imports(ROOT / f"{name}.py")} & IMPURE
+
+
+def test_the_wall_clock_is_read_in_one_place_only():
+    readers = [
+        p.name
+        for p in (ROOT / "llm_bench").glob("*.py")
+        if any(word in p.read_text() for word in ("time.time(", "time.time_ns(", "time_ns()"))
+        and "process_time_ns" not in p.read_text()
+    ]
+    assert readers in (["clock.py"], [])
