@@ -39,7 +39,7 @@ types: .venv/.dev          ## mypy --strict
 	$(BIN)/mypy
 
 docs: .venv/.dev           ## write the generated blocks of README.md
-	$(BIN)/python tests/generate_docs.py
+	$(BIN)/python -m tests.generate_docs
 
 size:                      ## lines per file
 	@wc -l llm_bench/*.py reference_engine/*.py kernels/*.py tests/*.py | sort -n

@@ -71,21 +71,41 @@ def run(
     rate: Annotated[str, typer.Option(help="Open loop: requests per second, e.g. 1,2,4.")] = "",
     burstiness: Annotated[float, typer.Option(help="Gamma shape of --rate's gaps: 1 Poisson, 0.25 CV 2.")] = 1.0,
     constant: Annotated[bool, typer.Option("--constant", help="Space --rate's arrivals evenly.")] = False,
-    replay: Annotated[bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")
+    ] = False,
     speed: Annotated[float, typer.Option(help="Replay this many times as fast: 2 takes half as long.")] = 1.0,
-    max_in_flight: Annotated[int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")
+    ] = None,
     requests: Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")] = None,
-    drain: Annotated[float | None, typer.Option(help="Seconds to wait for the last answers; default: the total time-out.")] = None,
-    loop_trace: Annotated[bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")] = False,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")
+    ] = None,
+    warmup: Annotated[
+        float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")
+    ] = None,
+    drain: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the last answers; default: the total time-out.")
+    ] = None,
+    loop_trace: Annotated[
+        bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals; of the prompts with --reuse-prompts.")] = 0,
-    retries: Annotated[int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")] = 0,
+    retries: Annotated[
+        int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")
+    ] = 0,
     too_long: Annotated[str, typer.Option(help="Requests over the context limit: refuse, skip or clip.")] = "refuse",
-    reuse_prompts: Annotated[bool, typer.Option("--reuse-prompts", help="The same prompts in every cell and run.")] = False,
+    reuse_prompts: Annotated[
+        bool, typer.Option("--reuse-prompts", help="The same prompts in every cell and run.")
+    ] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")] = False,
-    trace_format: Annotated[str | None, typer.Option("--format-of-trace", help="Override the format that is found.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")] = None,
+    trace_format: Annotated[
+        str | None, typer.Option("--format-of-trace", help="Override the format that is found.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")
+    ] = None,
     skip_bad: Annotated[int, typer.Option(help="Tolerate up to N bad rows; they are counted.")] = 0,
     api: Api = "openai-chat",
     model: Model = "",
@@ -96,19 +116,24 @@ def run(
     ready_timeout: Ready = 30.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds; 0: none.")] = 10.0,
     ttft_timeout: Annotated[float, typer.Option(help="Seconds from sending to the first token; 0: none.")] = 300.0,
-    stall_timeout: Annotated[float, typer.Option(help="Seconds without a byte after the first token; 0: none.")] = 120.0,
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds without a byte after the first token; 0: none.")
+    ] = 120.0,
     total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all; 0: none.")] = 3600.0,
     keep_bytes: Annotated[int, typer.Option(help="Keep the first N bytes of good answers too.")] = 0,
     metrics: Metrics = "",
-    fail_on_error_rate: Annotated[float, typer.Option(help="Exit 1 when a cell's share of failures is over this.")] = 0.5,
+    fail_on_error_rate: Annotated[
+        float, typer.Option(help="Exit 1 when a cell's share of failures is over this.")
+    ] = 0.5,
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
-    format: Format = "terminal",
+    format: Format = "terminal",  # noqa: A002
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
 ) -> None:
     """Replay a trace against targets at each load, and report."""
     from llm_bench import report
     from llm_bench import run as runs
     from llm_bench import targets as known
+    from llm_bench.cell import Options
     from llm_bench.exchange import Timeouts
 
     if too_long not in ("refuse", "skip", "clip"):
@@ -124,14 +149,9 @@ def run(
     facts = {"api": api, "model": model, "key_env": key_env, "tokenizer": tokenizer, "max_model_len": max_model_len}
     chosen = known.parse(targets, targets_file, facts)
     limits = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
-    options = runs.Options(
-        targets=chosen,
-        trace=trace,
-        loads=loads,
+    job = runs.Job(chosen, loads, trace, trace_format, block_size, skip_bad)
+    options = Options(
         out=out or _new_folder([t.name for t in chosen]),
-        format=trace_format,
-        block_size=block_size,
-        skip_bad=skip_bad,
         requests=requests,
         duration_s=duration,
         warmup=warmup,
@@ -147,7 +167,7 @@ def run(
         timeouts=Timeouts(*(limit or None for limit in limits)),
     )
     say, live = _voice()
-    ended = runs.run(options, say, live)
+    ended = runs.run(job, options, say, live)
     say(f"records: {options.out}")
     found = report.load_run(options.out)
     sys.stdout.write(report.render(found, names, format))
@@ -205,7 +225,7 @@ def _voice() -> tuple[Callable[[str], None], Callable[[str], None]]:
 def report(
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; default: the newest in runs/.")] = None,
     metrics: Metrics = "",
-    format: Format = "terminal",
+    format: Format = "terminal",  # noqa: A002
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
 ) -> None:
     """Read what runs recorded, and say what it means."""
@@ -271,6 +291,11 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone, e.g. `| head`
         sys.exit(1)
+    except Exception:  # noqa: BLE001  # ours: the whole traceback, and a code that is no verdict on the target
+        import traceback
+
+        traceback.print_exc()
+        sys.exit(5)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,15 @@ No I/O and no clock. A new protocol is a new row of DIALECTS.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+import orjson
+
+from llm_bench.errors import BenchError
 from llm_bench.trace import Request
+
+JsonObject = dict[str, Any]  # what a peer sent: every value is checked before it is used
 
 
 class Ask(NamedTuple):
@@ -53,3 +59,236 @@ class Dialect(NamedTuple):
     encode: Callable[[Request, Ask], bytes]  # the body; request.prompt or .messages or .prompt_token_ids is filled in
     decode: Callable[[bytes], Chunk]  # one event's data, or a whole body; raises ValueError on what is no such thing
     is_token: Callable[[bytes], bool]  # does this event's data bear a token? Cheap: run until the first that does
+
+
+# OpenAI (https://platform.openai.com/docs/api-reference) as vLLM, llama.cpp, Ray Serve, SGLang and TGI speak it.
+
+
+def _encode_chat(request: Request, ask: Ask) -> bytes:
+    if request.messages is not None:
+        messages = [dict(m) for m in request.messages]
+    elif request.prompt is not None:
+        messages = [{"role": "user", "content": request.prompt}]
+    else:
+        raise BenchError(f"line {request.line}: a chat needs messages or a prompt; token ids go to openai-completions")
+    return _body({"messages": messages}, request, ask)
+
+
+def _encode_completions(request: Request, ask: Ask) -> bytes:
+    if request.prompt_token_ids is not None:
+        return _body({"prompt": request.prompt_token_ids}, request, ask)
+    if request.prompt is None:
+        raise BenchError(f"line {request.line}: completions take a prompt or token ids; messages go to openai-chat")
+    return _body({"prompt": request.prompt}, request, ask)
+
+
+def _body(what: JsonObject, request: Request, ask: Ask) -> bytes:
+    """What the trace asks for in `extra` wins over what the user asks for every request, and that over ours."""
+    # A trace's model is the one that its traffic once met ("GPT-4"); the target serves its own.
+    body: JsonObject = {"model": ask.model or request.model, **what, "stream": ask.stream, "temperature": 0}
+    if ask.stream and ask.include_usage:
+        body["stream_options"] = {"include_usage": True}
+    if request.tokens_out is not None:
+        body["max_tokens"] = request.tokens_out
+        if ask.pin_lengths:
+            body |= {"ignore_eos": True, "min_tokens": request.tokens_out}
+    if request.priority:
+        body["priority"] = request.priority
+    try:
+        return orjson.dumps({**body, **ask.extra, **request.extra})
+    except orjson.JSONEncodeError as e:
+        raise BenchError(f"line {request.line}: this request cannot be written as JSON: {e}") from None
+
+
+_BROKEN = ("error", "abort")  # finish reasons of vLLM and SGLang for an answer that the server gave up
+_DONE = Chunk(done=True)
+_NOTHING = Chunk()
+
+
+def _decode(choice_of: Callable[[JsonObject], Delta], data: bytes) -> Chunk:
+    if data[:1] != b"{":
+        word = data.strip()
+        if word == b"[DONE]":
+            return _DONE
+        if not word:
+            return _NOTHING
+    event = _object(orjson.loads(data), "event")  # JSONDecodeError is a ValueError
+    choices = event.get("choices")
+    error, code = _error(event)
+    deltas: tuple[Delta, ...] = ()
+    if choices:
+        deltas = tuple([choice_of(_object(choice, "choice")) for choice in _list(choices, "choices")])
+        broken = [d.finish_reason for d in deltas if d.finish_reason in _BROKEN]
+        if broken and not error:
+            error = f"the server gave the answer up: finish_reason {broken[0]!r}"
+    usage = event.get("usage")
+    return Chunk(
+        deltas,
+        None if usage is None else _usage(_object(usage, "usage")),
+        error,
+        code,
+        False,
+        _server_ms(event),
+    )
+
+
+def _chat_choice(choice: JsonObject) -> Delta:
+    delta = choice.get("delta")
+    if delta is None:
+        delta = choice.get("message")  # a whole body has the same fields under this name
+    delta = {} if delta is None else _object(delta, "delta")
+    text = _text(delta, "content") + _text(delta, "refusal")
+    reasoning = _text(delta, "reasoning")
+    other = _text(delta, "reasoning_content")
+    if other != reasoning:  # gateways send both names at once, with the same text
+        reasoning += other
+    calls = delta.get("tool_calls")
+    tool = "".join(map(_tool, _list(calls, "tool_calls"))) if calls else ""
+    if delta.get("function_call"):
+        tool += _tool({"function": delta["function_call"]})
+    ids = _ids(choice)
+    bears = bool(text or reasoning or tool or ids > 0)
+    return Delta(_index(choice), text, reasoning, tool, ids, _text(choice, "finish_reason"), bears)
+
+
+def _completions_choice(choice: JsonObject) -> Delta:
+    text = _text(choice, "text")
+    finish_reason = _text(choice, "finish_reason")
+    ids = _ids(choice)
+    # Without text and finish_reason it carries a token all the same: half a character, or a special one.
+    bears = bool(text) or ids > 0 or (ids < 0 and not finish_reason)
+    return Delta(_index(choice), text, "", "", ids, finish_reason, bears)
+
+
+def _tool(call: Any) -> str:
+    function = _object(call, "tool call").get("function")
+    if function is None:
+        return ""
+    function = _object(function, "function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):  # TGI sends the object itself
+        return _text(function, "name") + _words(arguments)
+    return _text(function, "name") + _text(function, "arguments")
+
+
+def _usage(usage: JsonObject) -> Usage:
+    details = usage.get("prompt_tokens_details")
+    cached = -1 if details is None else _count(_object(details, "prompt_tokens_details"), "cached_tokens")
+    return Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
+
+
+def _error(event: JsonObject) -> tuple[str, str]:
+    """Text and code of the error object, in each of the shapes that servers send; ("", "") for none."""
+    error = event.get("error")
+    if not error and not event.get("choices"):
+        if event.get("object") == "error":  # vLLM before 0.10, SGLang
+            error = event
+        elif event.get("detail"):  # FastAPI: a text, or a list of what it refused
+            error = {"message": event["detail"]}
+    if not error:
+        return "", ""
+    if not isinstance(error, dict):
+        return _words(error), _words(event.get("error_type"))  # TGI: {"error": text, "error_type": kind}
+    code = error.get("code")
+    return _words(error.get("message") or error), _words(error.get("type") if code is None else code)
+
+
+# A server's own account -> the Record's names. llama.cpp's predicted_per_token_ms is over the gaps, as TPOT is, and its
+# first token comes out of the prompt's pass; vLLM's generation_time_ms is first to last token.
+_TIMINGS = {
+    "prompt_ms": ("server_prefill_ms", "server_ttft_ms"),
+    "predicted_ms": ("server_decode_ms",),
+    "predicted_per_token_ms": ("server_tpot_ms",),
+}
+_METRICS = {
+    "time_to_first_token_ms": ("server_ttft_ms",),
+    "queue_time_ms": ("server_queue_ms",),
+    "generation_time_ms": ("server_decode_ms",),
+    "mean_itl_ms": ("server_tpot_ms",),
+}
+_SILENT: Mapping[str, float] = {}
+
+
+def _server_ms(event: JsonObject) -> Mapping[str, float]:
+    timings = event.get("timings")
+    account, names = (timings, _TIMINGS) if timings is not None else (event.get("metrics"), _METRICS)
+    if not isinstance(account, dict):
+        return _SILENT
+    return {
+        name: float(account[key])
+        for key, ours in names.items()
+        if type(account.get(key)) in (int, float) and account[key] >= 0  # below 0: llama.cpp did not measure it
+        for name in ours
+    }
+
+
+# Readers of a peer's JSON: null and absent are the same, a wrong type is a ValueError that names the field.
+
+
+def _object(value: Any, what: str) -> JsonObject:
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"{what} is {_words(value)[:80]}, not an object")
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    raise ValueError(f"{what} is {_words(value)[:80]}, not a list")
+
+
+def _text(holder: JsonObject, key: str) -> str:
+    value = holder.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{key} is {_words(value)[:80]}, not a text")
+
+
+def _count(holder: JsonObject, key: str) -> int:
+    value = holder.get(key)
+    if value is None:
+        return -1
+    if type(value) is int and 0 <= value < 2**31:  # the records' columns hold no more
+        return value
+    raise ValueError(f"{key} is {_words(value)[:80]}, not a count")
+
+
+def _index(choice: JsonObject) -> int:
+    return max(0, _count(choice, "index"))
+
+
+def _ids(choice: JsonObject) -> int:
+    ids = choice.get("token_ids")
+    return -1 if ids is None else len(_list(ids, "token_ids"))
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # orjson reads deeper nesting than it writes
+        return "(an object nested too deeply to show)"
+
+
+def _is_token(decode: Callable[[bytes], Chunk], data: bytes) -> bool:
+    try:
+        return any(delta.bears_token for delta in decode(data).deltas)
+    except ValueError:
+        return False
+
+
+def _openai(path: str, encode: Callable[[Request, Ask], bytes], choice_of: Callable[[JsonObject], Delta]) -> Dialect:
+    decode = partial(_decode, choice_of)
+    return Dialect(path, encode, decode, partial(_is_token, decode))
+
+
+# name -> how it is spoken. A target's base URL ends in /v1 for the OpenAI rows.
+DIALECTS: dict[str, Dialect] = {
+    "openai-chat": _openai("/chat/completions", _encode_chat, _chat_choice),
+    "openai-completions": _openai("/completions", _encode_completions, _completions_choice),
+}

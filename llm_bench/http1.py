@@ -58,6 +58,7 @@ class Response:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
+            self._parser = None
             raise ProtocolError(self._reason(e, data), self._take()) from None
         if self.complete:
             self._parser = None
@@ -76,7 +77,6 @@ class Response:
         return pieces
 
     def _reason(self, e: Exception, data: bytes) -> str:
-        self._parser = None
         if self.complete:
             return f"bytes after the end of the response, in the read {data[:60]!r}"
         if isinstance(e, httptools.HttpParserUpgrade):
@@ -95,13 +95,14 @@ class Response:
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
-        self.status = self._parser.get_status_code()
-        if self.status < 200:
+        status = self._parser.get_status_code()
+        if status < 200:
             self.headers.clear()
             return
+        self.status = status
         self.head_done = True
         self.keep_alive = self._parser.should_keep_alive()
-        self.close_delimited = self.status not in (204, 304) and not any(map(_delimits, self.headers))
+        self.close_delimited = status not in (204, 304) and not any(map(_delimits, self.headers))
 
     def on_message_complete(self) -> None:
         self.complete = self.head_done
@@ -109,7 +110,7 @@ class Response:
 
 def _delimits(header: tuple[bytes, bytes]) -> bool:
     name, value = header
-    return name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+    return name == b"content-length" or (name == b"transfer-encoding" and value.strip().lower().endswith(b"chunked"))
 
 
 class Sse:

@@ -28,48 +28,49 @@ class Record:
     index: int  # row in the cell's plan
     request_id: str  # sent as X-Request-Id, so that server logs can be joined
     outcome: str  # one of OUTCOMES
-    error_kind: str  # "" or a kind of METRICS.md: empty_output, truncated_stream, http_4xx, ...
-    error: str  # "" or the text, never empty on a failure
-    status: int  # HTTP status, 0 when none came
-    finish_reason: str  # of choice 0, as the wire has it
-    labels: list[str]  # e.g. "end unproven", "no [DONE]"
     # when
     due_ns: int
-    ready_ns: int  # a slot or the cap let it go: ready - due is waiting, sent - ready the client's own lateness
-    sent_ns: int
-    first_byte_ns: int
-    end_ns: int
-    event_ns: list[int]  # token-bearing events, stamped once per read
-    event_tokens: list[int]  # tokens of each, or empty where the wire does not say
-    event_choice: list[int]  # choice index of each, or empty when all are choice 0
-    first_answer_ns: int  # first content event (not reasoning), 0 when none
+    ready_ns: int = 0  # a slot or the cap let it go: ready - due is waiting, sent - ready the client's own lateness
+    sent_ns: int = 0
+    first_byte_ns: int = 0
+    end_ns: int = 0
+    event_ns: list[int] = field(default_factory=list)  # token-bearing events, stamped once per read
+    event_tokens: list[int] = field(default_factory=list)  # tokens of each, or empty where the wire does not say
+    event_choice: list[int] = field(default_factory=list)  # choice index of each, or empty when all are choice 0
+    first_answer_ns: int = 0  # first content event (not reasoning), 0 when none
+    # how it ended
+    error_kind: str = ""  # "" or a kind of METRICS: empty_output, truncated_stream, http_4xx, ...
+    error: str = ""  # never empty on a failure
+    status: int = 0  # HTTP status, 0 when none came
+    finish_reason: str = ""  # of choice 0, as the wire has it
+    labels: list[str] = field(default_factory=list)  # e.g. "end unproven", "no [DONE]"
     # how much
-    planned_in: int
-    asked_out: int  # max_tokens, -1 when left to the server
-    tokens_in: int  # the server's usage.prompt_tokens
-    tokens_cached: int  # prompt tokens the server took from its cache
-    tokens_out: int
-    tokens_out_from: str  # usage | tokenizer | events | ""
-    text_bytes: int
-    bytes_in: int
-    comments: int  # SSE comment lines: liveness, no tokens
+    planned_in: int = -1
+    asked_out: int = -1  # max_tokens, -1 when left to the server
+    tokens_in: int = -1  # the server's usage.prompt_tokens
+    tokens_cached: int = -1  # prompt tokens the server took from its cache
+    tokens_out: int = -1
+    tokens_out_from: str = ""  # usage | tokenizer | events | ""
+    text_bytes: int = 0
+    bytes_in: int = 0
+    comments: int = 0  # SSE comment lines: liveness, no tokens
     # circumstances
-    reconnects: int
-    attempts: int
-    first_attempt: str  # outcome of the first attempt, or its error kind
-    retry_wait_ns: int  # waited between attempts, Retry-After included
-    priority: int
-    turn: int
-    session: str
-    request_class: str
-    prompt_hash: int  # of the body as sent, 64 bits, signed (Arrow int64): finds repeats where no cache is reported
+    reconnects: int = 0
+    attempts: int = 0
+    first_attempt: str = ""  # ok, or the status or end of the first attempt
+    retry_wait_ns: int = 0  # waited between attempts, Retry-After included
+    priority: int = 0
+    turn: int = 0
+    session: str = ""
+    request_class: str = ""
+    prompt_hash: int = 0  # 64 bits of the body as sent: repeated prompts are found even where no cache is reported
     # the server's own account, ms; nan where it gives none
-    server_ttft_ms: float
-    server_tpot_ms: float
-    server_queue_ms: float
-    server_prefill_ms: float
-    server_decode_ms: float
-    raw: bytes  # response bytes, kept for failures and the first --keep-bytes
+    server_ttft_ms: float = np.nan
+    server_tpot_ms: float = np.nan
+    server_queue_ms: float = np.nan
+    server_prefill_ms: float = np.nan
+    server_decode_ms: float = np.nan
+    raw: bytes = b""  # response bytes, kept for failures and the first --keep-bytes
 
 
 _LISTS = {"labels": pa.list_(pa.string()), "event_ns": pa.list_(pa.int64())}
@@ -90,6 +91,8 @@ class Writer:
         self._file = path.open("wb")
         schema = SCHEMA.with_metadata({"llm_bench": json.dumps(header)})
         self._stream = pa.ipc.new_stream(self._file, schema)
+        # Arrow writes the schema with the first batch: an empty one puts the header on disk before the first record.
+        self._stream.write_batch(pa.RecordBatch.from_pylist([], schema=SCHEMA))
         self._file.flush()
         self._pending: list[Record] = []
         self._now = now

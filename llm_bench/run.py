@@ -8,47 +8,30 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llm_bench import __version__, clock, plan, targets, trace
+from llm_bench.cell import Cell, Options
 from llm_bench.errors import BenchError
-from llm_bench.exchange import Timeouts
+from llm_bench.measure import Say, measure
 from llm_bench.plan import Load
 from llm_bench.targets import Target
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line asked for. Everything that can change a number is printed and stored."""
+class Job:
+    """A whole run: what is measured, with which trace, at which loads."""
 
     targets: Sequence[Target]
-    trace: Path
     loads: Sequence[Load]
-    out: Path
+    trace: Path
     format: str | None = None
     block_size: int | None = None
     skip_bad: int = 0
-    requests: int | None = None
-    duration_s: float | None = None
-    warmup: float | None = None  # requests (closed loop) or seconds (open); None: the default of METRICS.md
-    drain_s: float | None = None  # None: the total timeout
-    loop_trace: bool = False
-    seed: int = 0
-    retries: int = 0
-    too_long: str = "refuse"
-    reuse_prompts: bool = False
-    stream: bool = True
-    keep_bytes: int = 0
-    ready_s: float = 30.0
-    timeouts: Timeouts = field(default_factory=Timeouts)
-
-    def public(self) -> dict[str, Any]:
-        out = {k: v for k, v in asdict(self).items() if k not in ("targets", "loads")}
-        return out | {"trace": str(self.trace), "out": str(self.out)}
 
 
 @dataclass(frozen=True)
@@ -59,34 +42,32 @@ class Ended:
     gone: str = ""  # the target that no longer answers
 
 
-def run(options: Options, say: Callable[[str], None], live: Callable[[str], None]) -> Ended:
+def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     """Measure every cell; `say` prints a line that stays, `live` one that is overwritten.
 
     Raises BenchError, before any load is sent, when something asked for cannot be right.
     """
-    from llm_bench.cell import Cell
-
     rows = trace.read(
-        options.trace,
-        format=options.format,
+        job.trace,
+        format=job.format,
         limit=None if options.loop_trace else options.requests,
-        block_size=options.block_size,
-        skip_bad=options.skip_bad,
+        block_size=job.block_size,
+        skip_bad=job.skip_bad,
     )
     if not rows.requests:
-        raise BenchError(f"{options.trace}: no request is left to send")
+        raise BenchError(f"{job.trace}: no request is left to send")
     for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
         say(f"trace: {note}")
-    if any(load.concurrency for load in options.loads) and rows.requests[-1].at_s is not None:
+    if any(load.concurrency for load in job.loads) and rows.requests[-1].at_s is not None:
         say("trace: a closed loop does not use its times; its order, lengths, prefixes and sessions are used")
-    for load in options.loads:  # a trace without times fails here, not after the first cell
+    for load in job.loads:  # a trace without times fails here, not after the first cell
         plan.due_times(rows.requests, load, options.seed)
     _make_folder(options.out)
-    book = Book(options, rows)
+    book = Book(job, options, rows)
     with ExitStack() as stack:
         ready = []
-        for declared in options.targets:
-            target = stack.enter_context(targets.running(declared, say))
+        for declared in job.targets:
+            target = stack.enter_context(targets.running(declared, say, options.out / f"{declared.name}.log"))
             found = targets.probe(target, say, options.ready_s, stream=options.stream)
             for note in found.notes:
                 say(f"{target.name}: {note}")
@@ -95,11 +76,15 @@ def run(options: Options, say: Callable[[str], None], live: Callable[[str], None
                 say(f"{target.name}: {effect}")
             ready.append((target, found, requests, effect))
         for target, found, requests, effect in ready:
-            for load in options.loads:
+            for load in job.loads:
                 cell = Cell(options, book.run_id, len(book.facts["cells"]), target, found, requests, load)
                 book.begin_cell(cell.name, {"target": target.name, "load": cell.load_facts()})
-                end = cell.measure(book.header(rows, {"too_long": effect}), say, live)
+                end = measure(cell, book.header({"too_long": effect}), say, live)
                 book.end_cell(cell.name, end)
+                if end["turns_not_sent"]:
+                    say(
+                        f"{cell.name}: {end['turns_not_sent']} later turns were not sent: one before them failed or was cut"
+                    )
                 if end["reason"] == "interrupted":
                     return Ended(interrupted=True)
                 if end["reason"] == "target gone":
@@ -120,7 +105,7 @@ def _make_folder(out: Path) -> None:
 class Book:
     """run.json: what was asked, on what machine, how each cell ended. Written anew, atomically, after each cell."""
 
-    def __init__(self, options: Options, rows: trace.Trace) -> None:
+    def __init__(self, job: Job, options: Options, rows: trace.Trace) -> None:
         self.path = options.out / "run.json"
         self.run_id = secrets.token_hex(4)
         self.facts: dict[str, Any] = {
@@ -131,13 +116,14 @@ class Book:
             "anchor": list(clock.anchor()),
             "host": host(),
             "settings": options.public(),
+            "loads": [load.label for load in job.loads],
             "trace": {"path": rows.path, "format": rows.format, "notes": rows.notes}
             | {"rows": len(rows.requests), "skipped": rows.skipped},
             "cells": [],
         }
         self.save()
 
-    def header(self, rows: trace.Trace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def header(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What a record file says of the run, so that it can be read alone."""
         facts = {key: value for key, value in self.facts.items() if key != "cells"}
         return facts | {"settings": {**facts["settings"], **settings}}

@@ -27,8 +27,8 @@ def percentile_all(values: np.ndarray, failures: int, q: float) -> float | Liter
     "error" where the rank above q(N - 1) is a failure; None without any request. Nothing is computed on infinity.
     """
     n = len(values) + failures
-    if not n:
-        return None
+    if not failures or not n:
+        return percentile(values, q) if n else None
     at = round(q * (n - 1), 9)  # 0.07 * 100 is 7.000000000000001, and its ceiling must be 7
     below, above = math.floor(at), math.ceil(at)
     if above >= len(values):

@@ -4,15 +4,17 @@ Probes go through httpx and are read by the same dialect and answer code as the 
 """
 
 import os
+import select
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,7 +24,7 @@ from llm_bench import answer, clock
 from llm_bench.dialects import DIALECTS, Ask
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import CLOSED, COMPLETE, CONNECT_ERROR, Exchange
-from llm_bench.prompts import Sizer, words
+from llm_bench.prompts import Sizer, probe_text
 from llm_bench.trace import Request
 
 # Targets that need no server of the user's: each is a process of its own that says on stdout where it listens.
@@ -55,7 +57,7 @@ class Target:
 
     def public(self) -> dict[str, Any]:
         """As stored in headers: header values may be secrets, their names are not."""
-        return asdict(self) | {"headers": sorted(self.headers), "url": without_userinfo(self.url)}
+        return asdict(self) | {"headers": sorted(self.headers)}
 
 
 class Probe(NamedTuple):
@@ -85,11 +87,6 @@ class Probe(NamedTuple):
         return Sizer(self.base_tokens, self.tokens_per_word)
 
 
-def without_userinfo(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
 def parse(spec: str, file: Path, defaults: Mapping[str, Any]) -> list[Target]:
     """`vllm,mine=http://host:8000/v1,reference` -> Targets; bare names are looked up in `file` or built in.
 
@@ -110,7 +107,7 @@ def parse(spec: str, file: Path, defaults: Mapping[str, Any]) -> list[Target]:
             facts["url"] = url
         elif name in BUILT_IN and name not in declared:
             facts["launch"] = BUILT_IN[name]
-        targets.append(_checked(Target(name=name or urlsplit(url).netloc.rpartition("@")[2], **facts)))
+        targets.append(_checked(Target(name=name or urlsplit(url).netloc, **facts)))
     names = [t.name for t in targets]
     if not names:
         raise BenchError("--targets names no target; give e.g. reference, or mine=http://127.0.0.1:8000/v1")
@@ -148,6 +145,8 @@ def _checked(target: Target) -> Target:
         raise BenchError(f"target {target.name}: unknown api {target.api!r}; known: {', '.join(DIALECTS)}")
     if not target.launch:
         parts = urlsplit(target.url)
+        if "@" in parts.netloc:  # it would be stored with the command line and shown in `ps`
+            raise BenchError(f"target {target.name}: the URL holds a user or key; name the key's variable: --key-env")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BenchError(f"target {target.name}: {target.url!r} is no URL; right: http://host:8000/v1")
     if target.key_env and target.key_env not in os.environ:
@@ -167,23 +166,25 @@ def auth_headers(target: Target) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def running(target: Target, say: Callable[[str], None]) -> Iterator[Target]:
-    """The target with its URL; a built-in one is started, and ended when the block is left.
+def running(target: Target, say: Callable[[str], None], log: Path | None = None) -> Iterator[Target]:
+    """The target with its URL; a built-in one is started, its stderr kept in `log`, and ended when the block is left.
 
     The child watches its stdin: if this process dies in any way, the pipe closes and the child ends.
     """
     if not target.launch:
         yield target
         return
-    say(f"starting {target.name}: python {' '.join(target.launch)}")
-    child = subprocess.Popen(
-        [sys.executable, *target.launch],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is ours to handle: the engine must live until the run is cut and written
-    )
+    say(f"starting {target.name}: python {' '.join(target.launch)}" + (f", its log in {log}" if log else ""))
+    with log.open("wb") if log else tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, *target.launch],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C is ours to handle: the engine must live until the run is cut and written
+        )
     try:
-        yield replace(target, url=_announced(child, target))
+        yield replace(target, url=_announced(child, target, log))
     finally:
         assert child.stdin and child.stdout
         child.stdin.close()
@@ -195,18 +196,19 @@ def running(target: Target, say: Callable[[str], None]) -> Iterator[Target]:
         child.stdout.close()
 
 
-def _announced(child: "subprocess.Popen[bytes]", target: Target) -> str:
+def _announced(child: "subprocess.Popen[bytes]", target: Target, log: Path | None) -> str:
     """The URL that a server of ours prints as one JSON line once it listens."""
-    import select
-
     assert child.stdout
     ready, _, _ = select.select([child.stdout], [], [], BUILT_IN_READY_S)
     line = child.stdout.readline() if ready else b""
     try:
         return str(orjson.loads(line)["listening"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        hint = "; its packages come with: pip install 'llm-bench[engine]'" if target.name == "reference" else ""
-        raise TargetError(f"target {target.name}: did not start within {BUILT_IN_READY_S:g} s{hint}") from None
+        said = log.read_text(errors="replace").strip().splitlines()[-1:] if log else []
+        hint = (
+            "; its packages come with: pip install 'llm-bench[engine]'" if "reference_engine" in target.launch else ""
+        )
+        raise TargetError(f"target {target.name}: did not start ({''.join(said) or 'no word from it'}){hint}") from None
 
 
 def probe(target: Target, say: Callable[[str], None], ready_s: float, *, stream: bool = True) -> Probe:
@@ -282,11 +284,11 @@ def _models(
             why = f"{type(e).__name__}: {e}"
         if time.monotonic() >= deadline:
             raise TargetError(
-                f"target {target.name}: {without_userinfo(target.url)} is not ready after {ready_s:g} s ({why}); "
+                f"target {target.name}: {target.url} is not ready after {ready_s:g} s ({why}); "
                 "start the server or correct the URL; --ready-timeout waits longer"
             )
         if not waited:
-            say(f"waiting for {target.name} at {without_userinfo(target.url)}, up to {ready_s:g} s ({why})")
+            say(f"waiting for {target.name} at {target.url}, up to {ready_s:g} s ({why})")
             waited = True
         time.sleep(min(0.5, max(deadline - time.monotonic(), 0)))
     if response.status_code in (401, 403):
@@ -319,11 +321,11 @@ def _round_trip(client: httpx.Client, target: Target) -> tuple[float | None, flo
 
 
 # What a strict server may refuse, dropped in this order: lengths first, since usage matters more.
-_LADDER: tuple[tuple[dict[str, bool], str], ...] = (
-    ({}, ""),
-    ({"pin_lengths": False}, "it refuses ignore_eos/min_tokens: lengths are not pinned"),
-    ({"include_usage": False}, "it refuses stream_options.include_usage"),
-    ({"pin_lengths": False, "include_usage": False}, "it refuses ignore_eos/min_tokens and stream_options"),
+_LADDER = (  # pin_lengths, include_usage, what is then said
+    (True, True, ""),
+    (False, True, "it refuses ignore_eos/min_tokens: lengths are not pinned"),
+    (True, False, "it refuses stream_options.include_usage"),
+    (False, False, "it refuses ignore_eos/min_tokens and stream_options: lengths are not pinned"),
 )
 
 
@@ -338,15 +340,13 @@ class _First(NamedTuple):
 def _ladder(client: httpx.Client, target: Target, ask: Ask, notes: list[str]) -> tuple[Ask, _First]:
     request = Request(tokens_in=8, tokens_out=PINNED_PROBE_TOKENS, prompt="Answer with one word: is water wet?")
     refused = ""
-    for changes, note in _LADDER:
-        tried = ask._replace(**changes)
+    for pin_lengths, include_usage, note in _LADDER:
+        tried = ask._replace(pin_lengths=pin_lengths, include_usage=include_usage)
         got, exchange = _ask(client, target, request, tried)
         if got.outcome == "ok":
             if note:
                 notes.append(note)
-            return tried, _First(
-                got.tokens_out, got.tokens_out_from, got.finish_reason, got.event_ns, exchange.sent_ns
-            )
+            return tried, _First(got.tokens_out, got.tokens_out_from, got.finish_reason, got.event_ns, exchange.sent_ns)
         refused = refused or f"{got.error_kind}: {got.error}"
         if exchange.status not in (400, 422):
             break
@@ -386,33 +386,33 @@ def _ask(client: httpx.Client, target: Target, request: Request, ask: Ask) -> tu
 def _sizes(client: httpx.Client, target: Target, ask: Ask, notes: list[str]) -> tuple[float, float, bool]:
     """(tokens beyond the words, tokens a word, is the cache reported), from two prompts of known word counts."""
     points, cached = [], False
-    for count in (40, 200):
-        request = Request(tokens_in=count, tokens_out=1, prompt=words(f"probe {clock.now_ns()}", count))
+    for count in (16, 256):
+        request = Request(tokens_in=count, tokens_out=1, prompt=probe_text(count, f"probe {clock.now_ns()}"))
         got, _ = _ask(client, target, request, ask._replace(pin_lengths=False))
         if got.outcome != "ok" or got.tokens_in < 0:
             notes.append("prompt tokens are not reported: prompts are sized at one token a word, unchecked")
             return 0.0, 1.0, False
         points.append((count, got.tokens_in))
         cached = cached or got.tokens_cached >= 0
+    if points[1][1] <= points[0][1]:
+        notes.append(f"prompt tokens do not grow with the prompt ({points}): prompts are sized at one token a word")
+        return 0.0, 1.0, cached
     sizer = Sizer.fit(points)
     return sizer.base, sizer.per_word, cached
 
 
-Status = Literal["yes", "no", "?"]
-
-
 def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:
     """What `llm-bench targets check` prints of one target: question, answer."""
-    yes: Callable[[bool], str] = lambda b: "yes" if b else "no"  # noqa: E731
+    yes = {True: "yes", False: "no"}
     return [
-        ("url", without_userinfo(target.url)),
+        ("url", target.url),
         ("dialect", target.api),
         ("models", ", ".join(found.models) or "none listed"),
         ("context limit", str(found.max_model_len or "not said; declare max_model_len")),
-        ("usage in streams", yes(found.usage_in_stream)),
-        ("lengths can be pinned", yes(found.lengths_pinned)),
-        ("says finish_reason", yes(found.finish_reason_seen)),
-        ("reports cached tokens", yes(found.cached_reported)),
+        ("usage in streams", yes[found.usage_in_stream]),
+        ("lengths can be pinned", yes[found.lengths_pinned]),
+        ("says finish_reason", yes[found.finish_reason_seen]),
+        ("reports cached tokens", yes[found.cached_reported]),
         ("tokens a word, and beyond", f"{found.tokens_per_word:.3f} and {found.base_tokens:.1f}"),
         ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {RTT_PROBES})"),
         ("connect", "unknown" if found.connect_ms is None else f"{found.connect_ms:.2f} ms"),

@@ -3,29 +3,32 @@
 Windows are half-open, [start_ns, end_ns). Requests belong to them by due time, tokens by event time (METRICS.md).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llm_bench.errors import BenchError
 from llm_bench.records import Cell
 
-TOO_SHORT = "too short"
+TOO_SHORT, GROWING = "too short", "growing without bound"
 OPEN_WARMUP_SHARE = 0.05  # of the span from start to last due time
+GROWTH_SHARE = 0.2  # of the arrivals left over at the window's end: the load is above what is served
+GROWTH_GRID = 1001  # points of the line fitted through the backlog
 LEAST_WAVES = 5  # a closed loop's window holds at least this many requests a slot
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The measured part of a cell. `state` is "" or TOO_SHORT; `first_wave` requests left together at the start."""
+    """The measured part of a cell. `state` is "", TOO_SHORT or GROWING (then `growth` in requests/s is not 0)."""
 
     start_ns: int
     end_ns: int
     warmup: int  # requests due before the window
     requests: int  # requests due in it
     rule: str  # in words, with what decided the edges
-    first_wave: int = 0
+    first_wave: int = 0  # closed loop: requests that filled the slots
     state: str = ""
+    growth: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -45,29 +48,29 @@ def of(cell: Cell) -> Window:
     raise BenchError(f"record header: load kind {kind!r}, known are closed, open, replay")
 
 
-def closed(cell: Cell, concurrency: int, warmup: int | None, duration_ns: int | None) -> Window:
+def closed(cell: Cell, concurrency: int, warmup: float | None, duration_ns: int | None) -> Window:
     """Closed loop of `concurrency` slots. `warmup` in requests, None: the longer of 2N and the end of the first wave.
 
     Opens at the first moment with N in flight after `warmup` requests and the whole first wave have ended; closes when
     the first slot cannot be refilled, or after `duration_ns`.
     """
-    due, end = cell["due_ns"], cell["end_ns"]
-    tried = attempted(cell)
-    ends = np.sort(end[tried])
-    wave = min(concurrency, len(ends))
-    asked = 2 * concurrency if warmup is None else warmup
+    due = cell["due_ns"]
+    begun_ns, slot_ns, freed_ns = _conversations(cell)
+    ends = np.sort(cell["end_ns"][attempted(cell)])
+    wave = min(concurrency, len(begun_ns))
+    asked = 2 * concurrency if warmup is None else round(warmup)
     if len(ends) <= asked or not wave:
         return _never(cell, f"{len(ends)} requests ended, warm-up takes {asked}", wave)
-    warm_ns = max(int(end[tried][:wave].max()), int(ends[asked - 1]) if asked else 0)
-    at_ns, level = in_flight(cell)
+    warm_ns = max(int(freed_ns[:wave].max()), int(ends[asked - 1]) if asked else 0)
+    at_ns, level = steps(slot_ns, freed_ns) if (cell["session"] != "").any() else in_flight(cell)
     full = np.flatnonzero(level >= concurrency)
     # In flight stays at N from one step to the next: the moment may lie inside a step that began in warm-up.
     full = full[np.append(at_ns[1:], at_ns[-1:])[full] > warm_ns]
     if not len(full):
         return _never(cell, f"never {concurrency} in flight after the first wave and {asked} requests ended", wave)
     start_ns = max(warm_ns, int(at_ns[full[0]]))
-    unfilled = ends[np.searchsorted(ends, due[tried].max(), "right") :]
-    end_ns, why = (int(unfilled[0]), "the first slot that could not be refilled") if len(unfilled) else (0, "")
+    unfilled = freed_ns[freed_ns > begun_ns[-1]]
+    end_ns, why = (int(unfilled.min()), "the first slot that could not be refilled") if len(unfilled) else (0, "")
     if duration_ns is not None and start_ns + duration_ns <= end_ns:
         end_ns, why = start_ns + duration_ns, f"{duration_ns / 1e9:g} s later"
     if end_ns <= start_ns:
@@ -81,20 +84,54 @@ def closed(cell: Cell, concurrency: int, warmup: int | None, duration_ns: int | 
     return Window(start_ns, end_ns, int((due < start_ns).sum()), requests, rule, wave, state)
 
 
+def _conversations(cell: Cell) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(due, left, freed) of what a slot holds at a time, in due order: a request or, thinking included, a session."""
+    tried = attempted(cell)
+    due, left, end = cell["due_ns"][tried], left_ns(cell)[tried], cell["end_ns"][tried]
+    session = cell["session"][tried]
+    if not (session != "").any():
+        return due, left, end
+    alone = np.array([f"\0{i}" for i in range(len(session))], object)  # no session's name begins so
+    _, first, which = np.unique(np.where(session == "", alone, session).astype(str), True, True)
+    freed = np.zeros(len(first), np.int64)
+    np.maximum.at(freed, which, end)
+    order = np.argsort(first)
+    return due[first[order]], left[first[order]], freed[order]
+
+
 def open_(cell: Cell, warmup_s: float | None = None) -> Window:
     """Open loop or replay: from the end of warm-up (`warmup_s`, None: 5% of the span) to the last due time."""
     due = cell["due_ns"]
     if not cell.n:
         return _never(cell, "no request was due")
-    began = int(cell.header.get("started", {}).get("start_ns") or due[0])
-    last = int(due[-1])
+    began, last = int(due[0]), int(due[-1])
     warm_ns = round((last - began) * OPEN_WARMUP_SHARE) if warmup_s is None else round(warmup_s * 1e9)
     start_ns = began + warm_ns
     said = f"{OPEN_WARMUP_SHARE:.0%} of the span" if warmup_s is None else f"{warmup_s:g} s as asked"
     if start_ns >= last or not _due_in(cell, start_ns, last):
         return _never(cell, f"no request was due between the warm-up of {warm_ns / 1e9:g} s and the last due time")
     rule = f"open loop: from {warm_ns / 1e9:.3g} s of warm-up ({said}) to the last due time"
-    return Window(start_ns, last, int((due < start_ns).sum()), _due_in(cell, start_ns, last), rule)
+    window = Window(start_ns, last, int((due < start_ns).sum()), _due_in(cell, start_ns, last), rule)
+    growth = backlog_growth(cell, window)
+    return replace(window, growth=growth, state=GROWING) if growth else window
+
+
+def backlog_growth(cell: Cell, window: Window) -> float:
+    """By how many requests a second those due and not ended grow over the window; 0 when they do not.
+
+    They grow when over a fifth of the arrivals, and more than twice the chance swing of that many Poisson arrivals, are
+    left over: in the whole window and in its second half, since the first half of any run fills an empty system.
+    """
+    at_ns, level = in_system(cell)
+    middle = (window.start_ns + window.end_ns) // 2
+    begin, half, end = level_at(at_ns, level, np.array([window.start_ns, middle, window.end_ns]))
+    for left, start_ns in ((end - begin, window.start_ns), (end - half, middle)):
+        arrivals = _due_in(cell, start_ns, window.end_ns)
+        if left <= GROWTH_SHARE * arrivals or left <= 2 * arrivals**0.5:
+            return 0.0
+    grid = np.linspace(window.start_ns, window.end_ns, GROWTH_GRID).astype(np.int64)
+    seconds = (grid - window.start_ns) / 1e9
+    return float(np.polynomial.Polynomial.fit(seconds, level_at(at_ns, level, grid), 1).convert().coef[1])
 
 
 def whole(cell: Cell, rule: str = "whole run, ramp and drain included", first_wave: int = 0, state: str = "") -> Window:

@@ -90,7 +90,7 @@ class Blocks:
             sequence.published = i + 1
 
     def release(self, sequence: Sequence) -> None:
-        """Take the table back. The last blocks are freed first, so that they go first: a tail is useless without a head."""
+        """Take the table back. The last block is freed and so reused first: a tail is useless without its head."""
         for block in reversed(sequence.blocks):
             self.refs[block] -= 1
             assert self.refs[block] >= 0

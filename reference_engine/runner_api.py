@@ -13,7 +13,7 @@ class Runner(Protocol):
     eos_ids: frozenset[int]
 
     def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:
-        """For each (sequence, n): compute positions [computed, computed + n); a token iff that reaches the end, else None.
+        """For each (sequence, n): compute positions [computed, computed + n); a token iff that reaches the end.
 
         Reads sequences, never changes them; sequence.blocks already covers computed + n positions.
         """

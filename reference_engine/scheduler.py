@@ -14,7 +14,7 @@ from reference_engine.policies import POLICIES
 from reference_engine.sequence import Sequence
 
 
-class TooLong(ValueError):
+class TooLong(ValueError):  # noqa: N818 - says what the request is
     """A request that could never be served, however long it waited."""
 
 
@@ -23,6 +23,7 @@ class Output(NamedTuple):
 
     sequence: Sequence
     token: int
+    at_ns: int
     gap_ns: int  # since its token before; 0 for the first
     finish_reason: str  # "" while it goes on
 
@@ -145,7 +146,7 @@ class Scheduler:
         return True
 
     def _admit(self, work: list[tuple[Sequence, int]], budget: int, now_ns: int) -> None:
-        """Waiting sequences in order until the budget, the seats or the blocks end: none overtakes the first in line."""
+        """Waiting sequences in order until budget, seats or blocks end: none overtakes the first in line."""
         i = 0
         while i < len(self.waiting) and budget and len(self.running) < self.config.max_num_seqs and self.blocks.free:
             sequence = self.waiting[i]
@@ -194,7 +195,7 @@ class Scheduler:
         if reason:
             self.running.remove(sequence)
             self._finish(sequence, reason, now_ns)
-        return Output(sequence, token, gap_ns, reason)
+        return Output(sequence, token, now_ns, gap_ns, reason)
 
     def _finish(self, sequence: Sequence, reason: str, now_ns: int) -> None:
         self.blocks.release(sequence)

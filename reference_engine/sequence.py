@@ -20,7 +20,7 @@ class SamplingParams:
 class Sequence:
     """There is no prefill or decode phase: `computed` chases `len(token_ids)`.
 
-    A step computes positions [computed, computed + n); iff that reaches len(token_ids) one token is sampled and appended.
+    A step computes positions [computed, computed + n); iff that reaches len(token_ids), one token is sampled.
     """
 
     id: int

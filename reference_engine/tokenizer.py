@@ -209,10 +209,13 @@ def _compile(template: str, folder: Path) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:  # jinja's own escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    env.filters["tojson"] = tojson
     try:
         return env.from_string(template)
     except jinja2.TemplateSyntaxError as error:

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 LENGTH = 4  # with the space before it a word is 5 bytes whatever it is: the text of n words is sliced from one array
-UNFIT = {"anus", "dead", "drug", "gang", "hell", "kill", "cock", "teen", "hole"}  # better not in a prompt that a stranger reads
+UNFIT = {
+    "anus",
+    "dead",
+    "drug",
+    "gang",
+    "hell",
+    "kill",
+    "cock",
+    "teen",
+    "hole",
+}  # better not in a prompt that a stranger reads
 
 # GGUF (github.com/ggml-org/ggml/blob/master/docs/gguf.md): codes of its fixed-size value types for struct.
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}

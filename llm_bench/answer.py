@@ -1,0 +1,313 @@
+"""What one exchange amounts to: outcome, token stamps, counts. METRICS.md "Outcomes" and "Clock and stamps" in code.
+
+Runs after the stream has ended, on bytes and stamps alone: it can be run again on kept bytes with tomorrow's rule.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llm_bench import exchange as ends
+from llm_bench.dialects import Chunk, Delta, Dialect, Usage
+from llm_bench.exchange import Exchange
+from llm_bench.http1 import events
+
+REJECTED = (429, 503)
+SHOWN_BYTES = 300  # of a body, in an error's text
+# How the socket's end decides the outcome alone: it was our doing, or nothing that came can be trusted.
+_DECIDED = {ends.CANCELLED: "cancelled", ends.CUT: "cut_at_end"} | dict.fromkeys(
+    (
+        ends.CONNECT_ERROR,
+        ends.CONNECT_TIMEOUT,
+        ends.TTFT_TIMEOUT,
+        ends.STALL_TIMEOUT,
+        ends.TOTAL_TIMEOUT,
+        ends.PROTOCOL_ERROR,
+    ),
+    "failed",
+)
+
+
+class Answer(NamedTuple):
+    """The fields of a Record that the response decides. Stamps ns, 0 = never; counts -1 = unknown."""
+
+    outcome: str
+    error_kind: str  # "" unless failed
+    error: str  # never empty when failed
+    status: int
+    labels: list[str]
+    finish_reason: str  # of choice 0
+    event_ns: list[int]  # token-bearing events; none where the answer was not streamed
+    event_tokens: list[int]  # beside event_ns, or empty: then the wire does not say, or contradicts itself
+    event_choice: list[int]  # beside event_ns, or empty: all are choice 0
+    first_answer_ns: int
+    tokens_in: int
+    tokens_cached: int
+    tokens_out: int  # all choices
+    tokens_out_from: str  # usage | tokenizer | events | ""; token ids on the wire count under "events"
+    text_bytes: int  # UTF-8, all choices, reasoning and tool calls too
+    comments: int
+    server_ms: Mapping[str, float]
+    text: str  # content of choice 0, for a session's next turn
+
+
+def read(
+    exchange: Exchange,
+    dialect: Dialect,
+    *,
+    streamed: bool,
+    asked_out: int | None,
+    pinned: bool,
+    finish_expected: bool = True,
+    count_tokens: Callable[[str], int] | None = None,
+) -> Answer:
+    """The Answer in a finished exchange.
+
+    `streamed`: an event stream was asked for. `asked_out`: max_tokens of each choice. `pinned`: the probe showed that
+    the end token can be ignored, so fewer tokens are a failure. `finish_expected`: False for a target that a probe
+    showed never to send finish_reason. `count_tokens`: a tokenizer, for answers without usage.
+    """
+    assert exchange.ended, "the exchange has not ended"
+    body = _read_body(exchange, dialect, streamed)
+    tally = body.tally
+    tokens_out, source = tally.tokens_out(count_tokens, body.is_stream)
+    sizes = tally.event_tokens if tally.event_ns else []
+    if any(n <= 0 for n in sizes) or sum(sizes) != tokens_out:
+        sizes = []
+    labels: list[str] = []
+    if streamed and not body.is_stream and tally.choices:
+        labels.append("not streamed")
+    outcome, kind, error = _outcome(exchange, body, (tokens_out, source), asked_out, finish_expected, labels)
+    if outcome == "ok" and pinned and asked_out is not None:
+        asked = asked_out * len(tally.choices)
+        exact = source == "usage" or sizes  # an estimate can be short where the answer is not
+        if exact and tokens_out < asked:
+            outcome, kind, error = "failed", "short_output", f"{tokens_out} of {asked} tokens"
+    return Answer(
+        outcome,
+        kind,
+        error,
+        exchange.status,
+        labels,
+        tally.finish.get(0, ""),
+        tally.event_ns,
+        sizes,
+        tally.event_choice if tally.event_ns and any(tally.event_choice) else [],
+        tally.first_answer_ns,
+        tally.tokens_in,
+        tally.tokens_cached,
+        tokens_out,
+        source,
+        tally.text_bytes,
+        body.comments,
+        tally.server_ms,
+        "".join(tally.text),
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The sum of the chunks so far.
+
+    Usage belongs to the choice whose event it rides on: with n > 1, llama.cpp ends each choice with its own, and vLLM's
+    continuous usage counts each choice for itself. On an event with no choice or several it is the whole answer's. It
+    is the last value that counts, never the sum; and a value is stale as soon as a token comes without one.
+    """
+
+    event_ns: list[int] = field(default_factory=list)  # empty for a whole body
+    event_tokens: list[int] = field(default_factory=list)  # of each token-bearing delta; -1: unknown
+    event_choice: list[int] = field(default_factory=list)
+    first_answer_ns: int = 0
+    choices: set[int] = field(default_factory=set)
+    finish: dict[int, str] = field(default_factory=dict)
+    bore: bool = False  # a token was seen, streamed or not
+    text: list[str] = field(default_factory=list)
+    all_text: dict[int, list[str]] = field(default_factory=dict)  # by choice, whatever kind, for a tokenizer
+    text_bytes: int = 0
+    used: dict[int, int] = field(default_factory=dict)  # completion tokens of a choice by its usage; -1: stale
+    used_total: int = -1
+    tokens_in: int = -1
+    tokens_cached: int = -1
+    error: str = ""
+    done: bool = False
+    server_ms: dict[str, float] = field(default_factory=dict)
+
+    def add(self, ns: int, chunk: Chunk) -> None:
+        """One chunk read at `ns`; 0: a whole body, which has no events."""
+        if chunk.error and not self.error:  # the first is the cause
+            self.error = f"{chunk.error} (code {chunk.error_code})" if chunk.error_code else chunk.error
+        self.done = self.done or chunk.done
+        if chunk.server_ms:
+            self.server_ms.update(chunk.server_ms)
+        usage = chunk.usage
+        alone = usage is not None and usage.completion_tokens >= 0 and len(chunk.deltas) == 1
+        for delta in chunk.deltas:
+            rise = self._rise(delta, usage) if alone and usage is not None else -1
+            self._delta(ns, delta, rise)
+        if usage is not None:
+            self._usage(usage, chunk.deltas)
+
+    def _rise(self, delta: Delta, usage: Usage) -> int:
+        """Tokens by which this choice's cumulative usage grew; -1: what it was before is not known."""
+        before = self.used.get(delta.choice, 0)
+        if before < 0 or usage.completion_tokens < before:
+            return -1
+        if not delta.bears_token and delta.finish_reason and delta.choice not in self.used:
+            return -1  # the one usage at the end of an answer is a sum, and no sign of a token in this event
+        return usage.completion_tokens - before
+
+    def _delta(self, ns: int, delta: Delta, rise: int) -> None:
+        choice = delta.choice
+        self.choices.add(choice)
+        if delta.finish_reason:
+            self.finish[choice] = delta.finish_reason
+        if not delta.bears_token and rise <= 0:
+            return
+        self.bore = True
+        self.used_total = -1
+        if rise < 0:
+            self.used[choice] = -1
+        if text := delta.text or delta.reasoning or delta.tool:
+            if delta.reasoning or delta.tool:
+                text = delta.reasoning + delta.text + delta.tool
+            self.all_text.setdefault(choice, []).append(text)
+            self.text_bytes += len(text) if text.isascii() else len(text.encode())
+            if choice == 0 and delta.text:
+                self.text.append(delta.text)
+        self.event_tokens.append(delta.token_ids if delta.token_ids >= 0 else rise)
+        self.event_choice.append(choice)
+        if ns:
+            self.event_ns.append(ns)
+            if delta.text and not self.first_answer_ns:
+                self.first_answer_ns = ns
+
+    def _usage(self, usage: Usage, deltas: tuple[Delta, ...]) -> None:
+        # Nothing out of something is no count: some gateways fill the field with zeros.
+        if usage.completion_tokens > 0 or (usage.completion_tokens == 0 and not self.bore):
+            if len(deltas) == 1:
+                self.used[deltas[0].choice] = usage.completion_tokens
+            else:
+                self.used_total = usage.completion_tokens
+        # The prompt is computed once, however many choices repeat its count.
+        self.tokens_in = max(self.tokens_in, usage.prompt_tokens)
+        self.tokens_cached = max(self.tokens_cached, usage.cached_tokens)
+
+    def tokens_out(self, count_tokens: Callable[[str], int] | None, is_stream: bool) -> tuple[int, str]:
+        """Output tokens of all choices and where the figure is from: the weakest source among the choices'."""
+        if self.used_total >= 0:
+            return self.used_total, "usage"
+        if not self.choices:
+            return 0, ""
+        if all(self.used.get(choice, -1) >= 0 for choice in self.choices):
+            return sum(self.used[choice] for choice in self.choices), "usage"
+        if self.event_tokens and min(self.event_tokens) >= 0:
+            return sum(self.event_tokens), "events"
+        if count_tokens is not None and self.all_text:
+            return sum(count_tokens("".join(text)) for text in self.all_text.values()), "tokenizer"
+        if not is_stream:
+            return -1, ""  # a whole body is one event of any number of tokens
+        events_of = Counter(self.event_choice)
+        return sum(max(self.used.get(c, -1), 0) or events_of[c] for c in self.choices), "events"
+
+
+class _Body(NamedTuple):
+    tally: _Tally
+    is_stream: bool
+    comments: int
+    leftover: bytes  # of half an event
+    garbage: str  # the first thing that the dialect could not read
+
+
+def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
+    tally = _Tally()
+    garbage = ""
+    is_stream = _is_stream(exchange, streamed)
+    if is_stream:
+        stamped, comments, leftover = events(exchange.read_ns, exchange.pieces)
+    else:
+        body = b"".join(exchange.pieces)
+        stamped, comments, leftover = [(0, body)] if body else [], 0, b""
+    for ns, data in stamped:
+        try:
+            chunk = dialect.decode(data)
+        except ValueError as e:
+            garbage = garbage or f"cannot be read: {e}: {_shown(data, 80)}"
+            continue
+        tally.add(ns, chunk)
+    return _Body(tally, is_stream, comments, leftover, garbage)
+
+
+def _is_stream(exchange: Exchange, streamed: bool) -> bool:
+    """By what came, not by what was asked or declared.
+
+    A server may ignore "stream" or answer an error with a JSON body, under text/event-stream too (Triton); no event
+    stream begins with a brace.
+    """
+    first = next((piece.lstrip() for piece in exchange.pieces if piece.strip()), b"")
+    if first[:1] == b"{":
+        return False
+    return streamed or any(n == b"content-type" and b"event-stream" in v.lower() for n, v in exchange.headers)
+
+
+def _outcome(
+    exchange: Exchange,
+    body: _Body,
+    count: tuple[int, str],
+    asked_out: int | None,
+    finish_expected: bool,
+    labels: list[str],
+) -> tuple[str, str, str]:
+    """(outcome, error kind, error text); adds to `labels`. The first rule that applies decides."""
+    tokens_out, source = count
+    ended, status, tally = exchange.ended, exchange.status, body.tally
+    if ended in _DECIDED:
+        outcome = _DECIDED[ended]
+        if outcome != "failed":
+            return outcome, "", exchange.error
+        return outcome, ended, exchange.error or ended.replace("_", " ")
+    if status and not 200 <= status < 300:
+        kind = "rejected" if status in REJECTED else f"http_{status // 100}xx"
+        return "failed", kind, tally.error or _body_text(exchange)
+    if tally.error:
+        return "failed", "server_error_in_stream", tally.error
+    whole = ended != ends.TRUNCATED
+    if body.garbage and (body.is_stream or ended == ends.COMPLETE):
+        return "failed", "protocol_error", body.garbage
+    finished = bool(tally.choices) and tally.choices <= tally.finish.keys()
+    # Framing cut after the last word loses nothing; finish_reason alone is not that word: a choice may be missing.
+    heard_out = (finished or not finish_expected) if whole else (finished and (tally.done or source == "usage"))
+    if not heard_out:
+        return "failed", "truncated_stream", _truncated(exchange, body, tokens_out)
+    seen_by_usage_alone = tally.finish.get(0) == "length" and tokens_out > 0  # its tokens have no text of their own
+    if not tally.bore and asked_out != 0 and not seen_by_usage_alone:
+        return "failed", "empty_output", f"HTTP {status} without a token, finish_reason {tally.finish.get(0, '')!r}"
+    if not finished:
+        labels.append("end unproven")
+    elif body.is_stream and not tally.done:
+        labels.append("no [DONE]")
+    if not whole:
+        labels.append("closed without last chunk")
+    return "ok", "", ""
+
+
+def _truncated(exchange: Exchange, body: _Body, tokens_out: int) -> str:
+    if not exchange.status:
+        return exchange.error or "closed before a byte of the answer"
+    text = f"ended without finish_reason after {tokens_out} tokens" if body.is_stream else "half a body"
+    if not exchange.pieces:
+        text = "an empty body"
+    if exchange.error:
+        text += f"; {exchange.error}"
+    if body.leftover:
+        text += f"; left over: {_shown(body.leftover, 80)}"
+    return text
+
+
+def _body_text(exchange: Exchange) -> str:
+    body = b"".join(exchange.pieces).strip()
+    return _shown(body, SHOWN_BYTES) if body else exchange.error or f"HTTP {exchange.status} with an empty body"
+
+
+def _shown(data: bytes, limit: int) -> str:
+    return data[:limit].decode(errors="replace")

@@ -1,0 +1,386 @@
+"""What each number of a cell is: WHOLE beside SERIES; `parse` reads a metric's name, `compute` gives its Value.
+
+Definitions are METRICS.md's, row by row. What is undefined is None with the reason in words, never 0.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from llm_bench import slo, stats, windows
+from llm_bench.errors import BenchError
+from llm_bench.records import OUTCOMES, Cell
+from llm_bench.series import NOTHING, SERIES, Column, Context, counts, due_in, gaps_ms, outcome_in, over, row_sums
+from llm_bench.windows import Window
+
+
+class Whole(NamedTuple):
+    unit: str
+    of: Callable[[Cell, Window, Context], float | str]  # a str is the reason why there is none
+    better: Literal["lower", "higher"]
+    meaning: str
+    counts_tokens: bool = False
+
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999}
+REDUCERS: dict[str, Callable[[np.ndarray], float]] = {
+    **{name: partial(stats.percentile, q=q) for name, q in QUANTILES.items()},
+    "mean": lambda x: float(np.mean(x)),
+    "std": lambda x: float(np.std(x, ddof=1)),  # of the sample; needs two
+    "min": lambda x: float(np.min(x)),
+    "max": lambda x: float(np.max(x)),
+}
+
+
+def _ended_in(cell: Cell, window: Window) -> np.ndarray:
+    return np.asarray((cell["end_ns"] >= window.start_ns) & (cell["end_ns"] < window.end_ns))
+
+
+def tokens_in_window(cell: Cell, window: Window, rows: np.ndarray) -> float:
+    """Output tokens of the requests in mask `rows` by event time; not streamed: all at the end.
+
+    An event weighs its own tokens where the wire says them, else tokens_out / events, else 1.
+    """
+    many, out = counts(cell), cell["tokens_out"]
+    inside = (cell.event_ns >= window.start_ns) & (cell.event_ns < window.end_ns)
+    said = row_sums(cell, cell.event_tokens)
+    share = np.where(out > 0, over(out.astype(np.float64), many), 1.0)
+    streamed = np.where(said > 0, row_sums(cell, cell.event_tokens * inside), row_sums(cell, inside) * share)
+    at_once = np.where(_ended_in(cell, window), np.maximum(out, 0), 0)
+    return float(np.where(many > 0, streamed, at_once)[rows].sum())
+
+
+def _prompt_tokens(cell: Cell, window: Window) -> float:
+    """Prompt tokens of ok and cut requests, credited at the first token; not streamed: at the end."""
+    ended_ns = np.where(outcome_in(cell, "ok"), cell["end_ns"], -1)  # cut without a token: no prompt was used yet
+    first_ns = np.where(counts(cell) > 0, np.append(cell.event_ns, 0)[cell.offsets[:-1]], ended_ns)
+    inside = (first_ns >= window.start_ns) & (first_ns < window.end_ns) & outcome_in(cell, "ok", "cut_at_end")
+    said = np.where(cell["tokens_in"] >= 0, cell["tokens_in"], np.maximum(cell["planned_in"], 0))
+    return float(said[inside].sum())
+
+
+def _tokens_per_second(cell: Cell, window: Window, _: Context) -> float | str:
+    return tokens_in_window(cell, window, outcome_in(cell, "ok", "cut_at_end")) / window.seconds
+
+
+def _total_tokens_per_second(cell: Cell, window: Window, ctx: Context) -> float | str:
+    out = tokens_in_window(cell, window, outcome_in(cell, "ok", "cut_at_end"))
+    return (out + _prompt_tokens(cell, window)) / window.seconds
+
+
+def _tokens_per_second_run(cell: Cell, _: Window, ctx: Context) -> float | str:
+    return _tokens_per_second(cell, windows.whole(cell), ctx)
+
+
+def _wasted(cell: Cell, window: Window, _: Context) -> float | str:
+    return tokens_in_window(cell, window, outcome_in(cell, "failed", "cancelled"))
+
+
+def _requests_per_second(cell: Cell, window: Window, _: Context) -> float | str:
+    return float((outcome_in(cell, "ok") & _ended_in(cell, window)).sum()) / window.seconds
+
+
+def _in_flight(cell: Cell, window: Window, _: Context) -> float | str:
+    tried = windows.attempted(cell)
+    return windows.overlap_s(windows.left_ns(cell)[tried], cell["end_ns"][tried], window) / window.seconds
+
+
+def _in_system(cell: Cell, window: Window, _: Context) -> float | str:
+    tried = windows.attempted(cell)
+    return windows.overlap_s(cell["due_ns"][tried], cell["end_ns"][tried], window) / window.seconds
+
+
+def _concurrency(cell: Cell, window: Window, _: Context) -> float | str:
+    """λ · W: the whole stays of the requests due in the window, over the window."""
+    rows = due_in(cell, window) & windows.attempted(cell)
+    return float((cell["end_ns"] - cell["due_ns"])[rows].sum()) / 1e9 / window.seconds
+
+
+def _share(part: str, of: tuple[str, ...]) -> Callable[[Cell, Window, Context], float | str]:
+    def share(cell: Cell, window: Window, _: Context) -> float | str:
+        rows = due_in(cell, window)
+        total = int((rows & outcome_in(cell, *of)).sum()) if of else int(rows.sum())
+        return int((rows & outcome_in(cell, part)).sum()) / total if total else "no such request was due in the window"
+
+    return share
+
+
+def _cached(cell: Cell, window: Window, _: Context) -> float | str:
+    rows = due_in(cell, window) & outcome_in(cell, "ok") & (cell["tokens_cached"] >= 0) & (cell["tokens_in"] > 0)
+    if not rows.any():
+        return "the server does not say how many prompt tokens it took from its cache"
+    return float(cell["tokens_cached"][rows].sum() / cell["tokens_in"][rows].sum())
+
+
+def _payload_mbit(cell: Cell, window: Window, _: Context) -> float | str:
+    return float(cell["text_bytes"][outcome_in(cell, "ok") & _ended_in(cell, window)].sum()) * 8e-6 / window.seconds
+
+
+def _payload_share(cell: Cell, window: Window, _: Context) -> float | str:
+    rows = outcome_in(cell, "ok") & _ended_in(cell, window)
+    received = int(cell["bytes_in"][rows].sum())
+    return int(cell["text_bytes"][rows].sum()) / received if received else "no bytes were received in the window"
+
+
+def _tokens_per_event(cell: Cell, window: Window, _: Context) -> float | str:
+    rows = due_in(cell, window) & outcome_in(cell, "ok") & (counts(cell) > 0) & (cell["tokens_out"] > 0)
+    events = int(counts(cell)[rows].sum())
+    return int(cell["tokens_out"][rows].sum()) / events if events else "no streamed ok request in the window"
+
+
+def _zero_gaps(cell: Cell, window: Window, _: Context) -> float | str:
+    gaps, rows = gaps_ms(cell)
+    gaps = gaps[(due_in(cell, window) & outcome_in(cell, "ok"))[rows]]
+    return float(np.mean(gaps == 0)) if len(gaps) else "no gap between two events in the window"
+
+
+def _slo_attainment(cell: Cell, window: Window, ctx: Context) -> float | str:
+    if not ctx.limits:
+        return "no --slo was given"
+    share = slo.attainment(cell, window, ctx.limits).share
+    return "no request was due in the window" if share is None else share
+
+
+def _goodput(cell: Cell, window: Window, ctx: Context) -> float | str:
+    return slo.attainment(cell, window, ctx.limits).met / window.seconds if ctx.limits else "no --slo was given"
+
+
+def _arrival_rate(cell: Cell, window: Window, _: Context) -> float | str:
+    return int(due_in(cell, window).sum()) / window.seconds
+
+
+_JUDGED, _DUE = ("ok", "failed"), ()
+WHOLE: dict[str, Whole] = {
+    "tokens_per_second": Whole("tokens/s", _tokens_per_second, "higher", "output tokens in the window", True),
+    "total_tokens_per_second": Whole("tokens/s", _total_tokens_per_second, "higher", "prompt tokens too", True),
+    "tokens_per_second_run": Whole("tokens/s", _tokens_per_second_run, "higher", "ramp and drain included", True),
+    "wasted_tokens": Whole("tokens", _wasted, "lower", "output of failed and cancelled requests", True),
+    "requests_per_second": Whole("1/s", _requests_per_second, "higher", "ok requests ended in the window"),
+    "arrival_rate": Whole("1/s", _arrival_rate, "higher", "requests due in the window"),
+    "in_flight": Whole("1", _in_flight, "lower", "time-average between sent and end"),
+    "in_system": Whole("1", _in_system, "lower", "time-average between due and end"),
+    "error_rate": Whole("share", _share("failed", _JUDGED), "lower", "failed / (ok + failed)"),
+    "cancel_rate": Whole("share", _share("cancelled", _DUE), "lower", "cancelled by plan / due"),
+    "drop_rate": Whole("share", _share("dropped", _DUE), "lower", "due but never attempted / due"),
+    "slo_attainment": Whole("share", _slo_attainment, "higher", "requests that met every limit"),
+    "goodput": Whole("1/s", _goodput, "higher", "requests that met every limit, per second"),
+    "cached_prompt_share": Whole("share", _cached, "lower", "prompt tokens from the server's cache"),
+    "concurrency_effective": Whole("1", _concurrency, "lower", "sum of times in system / window"),
+    "payload_mbit_per_second": Whole("Mbit/s", _payload_mbit, "higher", "token text received"),
+    "payload_share": Whole("share", _payload_share, "higher", "token text / bytes received"),
+    "tokens_per_event": Whole("tokens", _tokens_per_event, "lower", "output tokens / token-bearing events", True),
+    "zero_gap_share": Whole("share", _zero_gaps, "lower", "gaps of 0 between events: one read brought both"),
+}
+
+
+# ---- names and values ----
+
+
+class Metric(NamedTuple):
+    """A parsed name: a series with its reducer, or a figure of the whole cell ("" for the reducer)."""
+
+    name: str
+    of: str
+    reducer: str
+
+    @property
+    def unit(self) -> str:
+        return (SERIES if self.reducer else WHOLE)[self.of].unit
+
+    @property
+    def better(self) -> str:
+        return (SERIES if self.reducer else WHOLE)[self.of].better
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One figure of one cell with what is needed to judge it. `value` is None for a `reason`."""
+
+    name: str
+    unit: str
+    value: float | None
+    n: int  # samples in it; for a figure of the cell the requests due in the window
+    reason: str = ""
+    labels: tuple[str, ...] = ()  # "estimated from events", "depends on run length", ...
+    not_applicable: Mapping[str, int] = field(default_factory=dict)  # reason -> ok requests
+    all_requests: float | Literal["error"] | None = None  # failed and dropped requests rank above every latency
+    ess: float | None = None  # percentiles: effective samples
+    interval: stats.Interval | None = None  # 95%, or the refusal says why not
+    refusal: str = ""
+
+
+def names() -> list[str]:
+    """Every name that `parse` takes."""
+    return [*(f"{series}_{reducer}" for series in SERIES for reducer in REDUCERS), *WHOLE]
+
+
+def parse(name: str) -> Metric:
+    """`<series>_<reducer>` or a figure of the cell. Raises BenchError with the nearest known names."""
+    if name in WHOLE:
+        return Metric(name, name, "")
+    for reducer in REDUCERS:
+        series = name.removesuffix(f"_{reducer}")
+        if series in SERIES and series != name:
+            return Metric(name, series, reducer)
+    if name in SERIES:
+        raise BenchError(f"metric {name!r}: a series needs a reducer: {name}_p95, or one of {', '.join(REDUCERS)}")
+    near = difflib.get_close_matches(name, names(), 3, 0.5)
+    known = (
+        f"nearest: {', '.join(near)}"
+        if near
+        else f"known: <{'|'.join(SERIES)}>_<{'|'.join(REDUCERS)}>, {', '.join(WHOLE)}"
+    )
+    raise BenchError(f"metric {name!r} is unknown; {known}")
+
+
+def compute(name: str, cell: Cell, window: Window, context: Context = NOTHING) -> Value:
+    """One metric of one cell over its window. Raises BenchError for an unknown name."""
+    return compute_all([name], cell, window, context)[0]
+
+
+def compute_all(wanted: Sequence[str], cell: Cell, window: Window, context: Context = NOTHING) -> list[Value]:
+    """The same for several names; a series is worked out once however many reducers ask for it."""
+    metrics = [parse(name) for name in wanted]
+    samples = {m.of: _samples(m.of, cell, window, context) for m in metrics if m.reducer}
+    return [
+        _reduce(m, samples[m.of], window) if m.reducer else _figure(m, WHOLE[m.of], cell, window, context)
+        for m in metrics
+    ]
+
+
+class _Samples(NamedTuple):
+    values: np.ndarray  # in due order, of ok requests due in the window, those that apply
+    groups: np.ndarray | None  # request of each value, pooled series only
+    requests: int  # ok requests due in the window
+    lost: int  # failed and dropped ones
+    not_applicable: dict[str, int]
+    labels: tuple[str, ...]
+
+
+def _samples(series: str, cell: Cell, window: Window, context: Context) -> _Samples:
+    column = SERIES[series].of(cell, context)
+    due = due_in(cell, window)
+    ok, lost = due & outcome_in(cell, "ok"), due & outcome_in(cell, "failed", "dropped")
+    labels = _estimates(cell, ok) if SERIES[series].counts_tokens else ()
+    missing = _reasons(column, ok)
+    if column.rows is not None:
+        mine = ok[column.rows]
+        return _Samples(column.values[mine], column.rows[mine], int(ok.sum()), int(lost.sum()), missing, labels)
+    values = column.values[ok]
+    return _Samples(values[~np.isnan(values)], None, int(ok.sum()), int(lost.sum()), missing, labels)
+
+
+def _reasons(column: Column, ok: np.ndarray) -> dict[str, int]:
+    """How many ok requests a series does not apply to, each counted under its first reason."""
+    left, found = ok.copy(), {}
+    for reason, mask in column.why.items():
+        if (left & mask).any():
+            found[reason] = int((left & mask).sum())
+            left &= ~mask
+    if column.rows is None and np.isnan(column.values[left]).any():
+        found["stamp missing"] = int(np.isnan(column.values[left]).sum())
+    return found
+
+
+def _estimates(cell: Cell, rows: np.ndarray) -> tuple[str, ...]:
+    said = {"events": "estimated from events", "tokenizer": "estimated with a tokenizer"}
+    return tuple(text for kind, text in said.items() if (rows & (cell["tokens_out_from"] == kind)).any())
+
+
+def _reduce(metric: Metric, samples: _Samples, window: Window) -> Value:
+    values, n = samples.values, len(samples.values)
+    unit, labels, missing = metric.unit, list(samples.labels), samples.not_applicable
+    q = QUANTILES.get(metric.reducer)
+    on_all: float | Literal["error"] | None = None
+    if q is not None and metric.better == "lower" and samples.groups is None:
+        on_all = stats.percentile_all(values, samples.lost, q)
+    if not n or (metric.reducer == "std" and n < 2):
+        reason = "one sample has no spread" if n else _why_none(samples)
+        return Value(metric.name, unit, None, n, reason, tuple(labels), missing, on_all)
+    value = REDUCERS[metric.reducer](values)
+    if q is None:
+        return Value(metric.name, unit, value, n, "", tuple(labels), missing)
+    if q >= 0.9 and (1 - q) * (n - 1) < 1:
+        labels.append(f"{stats.percent_name(q)} ≈ max (n={n} < {round(1 / (1 - q)) + 1})")
+    if window.state == windows.GROWING:
+        labels.append("depends on run length")
+    bounds = stats.interval(values, q, samples.groups)
+    interval, refusal = (None, bounds) if isinstance(bounds, str) else (bounds, "")
+    size = stats.ess(values, q, samples.groups)
+    return Value(metric.name, unit, value, n, "", tuple(labels), missing, on_all, size, interval, refusal)
+
+
+def _why_none(samples: _Samples) -> str:
+    if not samples.requests:
+        return "no ok request was due in the window"
+    return "not applicable: " + ", ".join(f"{reason} ({k})" for reason, k in samples.not_applicable.items())
+
+
+def _figure(metric: Metric, row: Whole, cell: Cell, window: Window, context: Context) -> Value:
+    due = due_in(cell, window)
+    value = row.of(cell, window, context)
+    labels = _estimates(cell, outcome_in(cell, "ok", "cut_at_end")) if row.counts_tokens else ()
+    if isinstance(value, str):
+        return Value(metric.name, row.unit, None, int(due.sum()), value, labels)
+    return Value(metric.name, row.unit, value, int(due.sum()), "", labels)
+
+
+def identities(cell: Cell, window: Window, end: Mapping[str, object] | None = None) -> list[str]:
+    """What does not add up, in words with figures; empty when all does (METRICS.md, Identities).
+
+    `end`: how the driver says the cell ended; its `counts` by outcome are held against the records.
+    """
+    broken = []
+    total = {o: int(outcome_in(cell, o).sum()) for o in OUTCOMES}
+    if sum(total.values()) != cell.n:
+        odd = sorted(set(cell["outcome"]) - set(OUTCOMES))
+        broken.append(f"{cell.n} due, {sum(total.values())} with a known outcome; others: {', '.join(odd)}")
+    ghosts = int((outcome_in(cell, "dropped") & (cell["sent_ns"] > 0)).sum())
+    unsent = int((outcome_in(cell, "ok") & (cell["sent_ns"] <= 0)).sum())
+    if ghosts or unsent:
+        broken.append(f"{ghosts} dropped requests were sent, {unsent} ok requests never were")
+    repeated = cell.n - len(np.unique(cell["index"]))
+    if repeated:
+        broken.append(f"{repeated} requests of the plan are recorded twice")
+    driver = (end or {}).get("counts")
+    if isinstance(driver, Mapping) and dict(driver) != total:
+        broken.append(f"records are incomplete: the driver counted {dict(driver)}, the records hold {total}")
+    little = little_law(cell, window)
+    if little is not None and little.mismatch:
+        broken.append(
+            f"records are incomplete: the driver had {little.gauge:.4g} in flight on average over the window, "
+            f"the records account for {little.records:.4g} ({abs(little.mismatch):.1%} apart)"
+        )
+    return broken
+
+
+class Little(NamedTuple):
+    """L of the driver's gauge against L of the records, over the window."""
+
+    gauge: float
+    records: float
+    mismatch: float  # share of the larger; 0 between the two readings of when a request left and ended
+
+
+LITTLE_TOLERANCE = 0.001
+HEARD_NS = 5_000_000  # a driver hears of an end some turns of its event loop after the read that was stamped
+
+
+def little_law(cell: Cell, window: Window) -> Little | None:
+    """None without a gauge. A driver counts a request from handing it over until it hears of the end, its record from
+    the last byte sent to the last read. A gauge between both readings of the records agrees with them.
+    """
+    if not len(cell.gauge):
+        return None
+    tried = windows.attempted(cell)
+    sent, end = windows.left_ns(cell)[tried], cell["end_ns"][tried]
+    ready = np.where(cell["ready_ns"][tried] > 0, np.minimum(cell["ready_ns"][tried], sent), sent)
+    gauge = windows.integral_s(cell.gauge[:, 0], cell.gauge[:, 1], window)
+    low, high = windows.overlap_s(sent, end, window), windows.overlap_s(ready, end + HEARD_NS, window)
+    agrees = low * (1 - LITTLE_TOLERANCE) <= gauge <= high * (1 + LITTLE_TOLERANCE)
+    mismatch = 0.0 if agrees else (gauge - low) / max(gauge, low)
+    return Little(gauge / window.seconds, low / window.seconds, mismatch)

@@ -1,0 +1,295 @@
+"""A server that answers at once, or at known times: what is measured against it is the client itself.
+
+    python -m llm_bench.null_target --port 0 --ttft-ms 50 --itl-ms 20 --truth truth.jsonl
+
+OpenAI chat and plain completions, streamed or not. With both times 0 an answer is one write. `--truth` gets a JSON line
+for each answer, stamps of CLOCK_MONOTONIC: `request_id`, `read_ns` (the request's last byte was read), `write_ns` (one
+a token event, taken just before its write).
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import orjson
+
+from llm_bench import clock
+from llm_bench.clock import Timer, now_ns
+
+DEFAULT_TOKENS = 16  # what OpenAI's completions give when max_tokens is absent
+_WORD = "word "  # the text of one token
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 411: b"Length Required"}
+_DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Times:
+    """When an answer's token events leave, counted from its request's last byte."""
+
+    ttft_ns: int = 0
+    itl_ns: int = 0
+    tokens_per_event: int = 1
+
+
+def _event(route: str, delta: dict[str, Any], text: str | None, finish_reason: str | None) -> bytes:
+    """One event as one HTTP chunk, in the words of the route."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
+    choice |= {"delta": delta} if route == "chat" else {"text": text or ""}
+    kind = "chat.completion.chunk" if route == "chat" else "text_completion"
+    body = {"id": "null-0", "object": kind, "created": 0, "model": "null", "choices": [choice]}
+    return _chunk(b"data: " + orjson.dumps(body) + b"\n\n")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+
+
+def _words(value: Any) -> int:
+    """Whitespace-separated words of a prompt or of messages; token ids count themselves."""
+    if isinstance(value, str):
+        return len(value.split())
+    if isinstance(value, dict):
+        return _words(value.get("content", value.get("text", "")))
+    if isinstance(value, list):
+        return sum(1 if isinstance(item, int) else _words(item) for item in value)
+    return 0
+
+
+class NullTarget:
+    """What all connections share: times, truth, events made once. Needs a running loop."""
+
+    def __init__(self, times: Times, truth: IO[bytes] | None = None) -> None:
+        self.times = times
+        self.truth = truth
+        self.timer = Timer()
+        self._events: dict[tuple[str, int], bytes] = {}
+
+    def token_event(self, route: str, tokens: int) -> bytes:
+        """The event that bears this many tokens; made once."""
+        event = self._events.get((route, tokens))
+        if event is None:
+            text = _WORD * tokens
+            event = self._events[route, tokens] = _event(route, {"content": text}, text, None)
+        return event
+
+    async def serve(self, port: int) -> asyncio.Server:
+        # The whole first wave of a large closed loop may connect in one turn of the loop.
+        return await asyncio.get_running_loop().create_server(lambda: _Peer(self), "127.0.0.1", port, backlog=4096)
+
+
+class _Peer(asyncio.Protocol):
+    """One connection: requests in, answers out, one after another."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, target: NullTarget) -> None:
+        self._target = target
+        self._input = bytearray()
+        self._answering = False
+        self._gone = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+        self.transport.set_write_buffer_limits(0)  # uvloop then writes at once, and what is stamped has left
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone = True
+
+    def data_received(self, data: bytes) -> None:
+        read_ns = now_ns()
+        self._input += data
+        self._next(read_ns)
+
+    def _next(self, read_ns: int) -> None:
+        while not self._answering and not self._gone:
+            end = self._input.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            first, *lines = bytes(self._input[:end]).split(b"\r\n")
+            headers = {n.lower(): v.strip() for n, _, v in (line.partition(b":") for line in lines)}
+            length = headers.get(b"content-length", b"0")
+            if b"transfer-encoding" in headers or not length.isdigit():
+                self._refuse(411, "a request body with a Content-Length is what this server reads")
+                self.transport.close()
+                return
+            size = end + 4 + int(length)
+            if len(self._input) < size:
+                return
+            body = bytes(self._input[end + 4 : size])
+            del self._input[:size]
+            self._answer(first, headers, body, read_ns)
+
+    def _answer(self, first: bytes, headers: dict[bytes, bytes], body: bytes, read_ns: int) -> None:
+        method, _, rest = first.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method == b"GET" and path in _GETS:
+            self._whole(200, _GETS[path])
+            return
+        route = _ROUTES.get(path) if method == b"POST" else None
+        if route is None:
+            self._refuse(
+                404, f"{first.decode('latin-1')!r}: known are {sorted(p.decode() for p in (*_ROUTES, *_GETS))}"
+            )
+            return
+        try:
+            asked = orjson.loads(body)
+            tokens = asked.get("max_completion_tokens") or asked.get("max_tokens") or DEFAULT_TOKENS
+            prompt_tokens = _words(asked.get("messages") or asked.get("prompt"))
+            if not isinstance(tokens, int) or tokens < 1:
+                raise ValueError(f"max_tokens is {tokens!r}, a whole number above 0 would be right")
+        except (ValueError, AttributeError) as e:
+            self._refuse(400, str(e))
+            return
+        self._answering = True
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        if asked.get("stream"):
+            include_usage = (asked.get("stream_options") or {}).get("include_usage", False)
+            _Stream(self, route, tokens, _usage(prompt_tokens, tokens) if include_usage else None, request_id, read_ns)
+            return
+        text = _WORD * tokens
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        choice |= {"message": {"role": "assistant", "content": text}} if route == "chat" else {"text": text}
+        kind = "chat.completion" if route == "chat" else "text_completion"
+        answer = {"id": "null-0", "object": kind, "created": 0, "model": "null", "choices": [choice]}
+        answer["usage"] = _usage(prompt_tokens, tokens)
+        times = self._target.times
+        events = -(-tokens // times.tokens_per_event)
+        due_ns = read_ns + times.ttft_ns + (events - 1) * times.itl_ns
+
+        def leave() -> None:
+            body, write_ns = orjson.dumps(answer), now_ns()
+            self._whole(200, body)
+            self.ended(request_id, read_ns, [write_ns])
+
+        if now_ns() >= due_ns:
+            leave()
+        else:
+            self._target.timer.call_at(due_ns, leave)
+
+    def _whole(self, status: int, body: bytes) -> None:
+        head = b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        self.write(head % (status, _REASONS[status], len(body)) + body)
+
+    def _refuse(self, status: int, text: str) -> None:
+        self._whole(status, orjson.dumps({"error": {"message": text, "type": "invalid_request_error", "code": status}}))
+
+    def write(self, data: bytes) -> None:
+        if not self._gone:
+            self.transport.write(data)
+
+    @property
+    def gone(self) -> bool:
+        return self._gone
+
+    def ended(self, request_id: str, read_ns: int, write_ns: list[int]) -> None:
+        """The answer has left: note its truth, and look for a request that came meanwhile."""
+        self._answering = False
+        if self._target.truth is not None:
+            line = {"request_id": request_id, "read_ns": read_ns, "write_ns": write_ns}
+            self._target.truth.write(orjson.dumps(line) + b"\n")
+        if self._input:
+            asyncio.get_running_loop().call_soon(self._next, now_ns())
+
+
+class _Stream:
+    """One streamed answer: event k leaves at read + ttft + k * itl, never earlier; a client that leaves ends it."""
+
+    def __init__(
+        self, peer: _Peer, route: str, tokens: int, usage: dict[str, int] | None, request_id: str, read_ns: int
+    ) -> None:
+        self._peer, self._route, self._request_id, self._read_ns = peer, route, request_id, read_ns
+        target = peer._target
+        self._timer, self._times = target.timer, target.times
+        self._token_event = target.token_event
+        self._left = tokens
+        self._write_ns: list[int] = []
+        tail = [_event(route, {}, None, "length")]
+        if usage is not None:
+            body = {"id": "null-0", "object": "chat.completion.chunk", "created": 0, "model": "null", "choices": []}
+            tail.append(_chunk(b"data: " + orjson.dumps(body | {"usage": usage}) + b"\n\n"))
+        self._tail = b"".join((*tail, _DONE))
+        role = _event(route, {"role": "assistant", "content": ""}, None, None) if route == "chat" else b""
+        self._step(_STREAM_HEAD + role)
+
+    def _step(self, begin: bytes = b"") -> None:
+        """Write every event that is due, in one write; come back for the next."""
+        if self._peer.gone:
+            return
+        times, out, sent = self._times, [begin], 0
+        while self._left:
+            due_ns = self._read_ns + times.ttft_ns + (len(self._write_ns) + sent) * times.itl_ns
+            if due_ns > now_ns():
+                break
+            tokens = min(times.tokens_per_event, self._left)
+            out.append(self._token_event(self._route, tokens))
+            self._left -= tokens
+            sent += 1
+        if not self._left:
+            out.append(self._tail)
+        self._write_ns += [now_ns()] * sent
+        data = b"".join(out)
+        if data:
+            self._peer.write(data)
+        if self._left:
+            self._timer.call_at(due_ns, self._step)
+        else:
+            self._peer.ended(self._request_id, self._read_ns, self._write_ns)
+
+
+_ROUTES = {b"/v1/chat/completions": "chat", b"/v1/completions": "text"}
+_GETS = {
+    b"/v1/models": orjson.dumps({"object": "list", "data": [{"id": "null", "object": "model", "created": 0}]}),
+    b"/health": b"{}",
+}
+
+
+async def _main(port: int, times: Times, truth: IO[bytes] | None, exit_with_stdin: bool) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    if exit_with_stdin:
+        fd = sys.stdin.fileno()
+        loop.add_reader(fd, lambda: None if os.read(fd, 4096) else ended.set())
+    server = await NullTarget(times, truth).serve(port)
+    print(f'{{"listening": "http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"}}', flush=True)
+    await ended.wait()
+    server.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m llm_bench.null_target", description=__doc__.partition("\n")[0])
+    parser.add_argument("--port", type=int, default=0, help="0: a free one; it is printed")
+    parser.add_argument("--ttft-ms", type=float, default=0.0, help="from the request's last byte to the first token")
+    parser.add_argument("--itl-ms", type=float, default=0.0, help="between token events")
+    parser.add_argument("--tokens-per-event", type=int, default=1)
+    parser.add_argument("--truth", type=Path, help="a JSON line for each answer: what left when")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="end when stdin is closed")
+    asked = parser.parse_args(arguments)
+    if min(asked.ttft_ms, asked.itl_ms) < 0 or asked.tokens_per_event < 1:
+        parser.error("times of at least 0 and one token an event or more would be right")
+    times = Times(round(asked.ttft_ms * 1e6), round(asked.itl_ms * 1e6), asked.tokens_per_event)
+    truth = asked.truth.open("wb") if asked.truth else None
+    try:
+        clock.run(_main(asked.port, times, truth, asked.exit_with_stdin))
+    finally:
+        if truth:
+            truth.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Requests against per-request limits: how many met all of them, how many cannot be judged, and how sure that is."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from llm_bench import stats
+from llm_bench.errors import BenchError
+from llm_bench.records import Cell
+from llm_bench.series import NOTHING, ONE_STAMP, SERIES, Column, due_in, elapsed_ms, outcome_in, stamp
+from llm_bench.windows import Window
+
+
+class Attainment(NamedTuple):
+    """How many requests due in the window met every limit, and how sure that is."""
+
+    met: int
+    decided: int  # ok + failed + dropped + those cut requests whose stamps or age already break a limit
+    undecided: int  # other cut requests
+    share: float | None  # met / decided
+    lower: float | None  # were all undecided to miss
+    upper: float | None  # were all undecided to meet
+    interval: stats.Interval | None  # Wilson on the effective sample size
+    each: Mapping[str, tuple[int, int]]  # limit -> met, of those it applies to; a failure misses each
+
+
+def attainment(cell: Cell, window: Window, limits: Mapping[str, float]) -> Attainment:
+    """Requests against per-request `limits` (series -> value in its unit, itself included).
+
+    A limit that does not apply is met, unless burst delivery hid the figure: then it is not. Raises BenchError for an
+    unknown series.
+    """
+    rows = due_in(cell, window)
+    ok, cut = rows & outcome_in(cell, "ok"), rows & outcome_in(cell, "cut_at_end")
+    lost = rows & outcome_in(cell, "failed", "dropped")
+    met, broken, each, least_ess = ok.copy(), np.zeros(cell.n, bool), {}, np.inf
+    for name, limit in limits.items():
+        column = _per_request(cell, name)
+        values, within = column.values, _within(name, limit)
+        burst = column.why.get(ONE_STAMP, np.zeros(cell.n, bool)) & (cell["tokens_out"] >= 2)
+        applies = ~np.isnan(values) | burst
+        fine = within(values)
+        met &= fine | ~applies
+        each[name] = (int((ok & fine).sum()), int((ok & applies).sum() + lost.sum()))
+        broken |= cut & (_censored(cell, name, values) > limit)
+        if (ok & ~np.isnan(values)).any():
+            least_ess = min(least_ess, stats.ess(values[ok & ~np.isnan(values)], 0.95))
+    judged = ok | lost | broken
+    k, n, open_ = int(met.sum()), int(judged.sum()), int((cut & ~broken).sum())
+    if not n + open_:
+        return Attainment(0, 0, 0, None, None, None, None, each)
+    share = k / n if n else None
+    if share is not None and 0 < share < 1:
+        least_ess = stats.ess_of(met[judged], share * (1 - share))
+    interval = stats.wilson(share * min(least_ess, n), min(least_ess, n)) if share is not None else None
+    return Attainment(k, n, open_, share, k / (n + open_), (k + open_) / (n + open_), interval, each)
+
+
+def _per_request(cell: Cell, name: str) -> Column:
+    if name not in SERIES:
+        raise BenchError(f"limit on {name!r}: no such series; known are {', '.join(SERIES)}")
+    return SERIES["stall" if name == "itl" else name].of(cell, NOTHING)  # every gap within the limit: so is the longest
+
+
+def _within(name: str, limit: float) -> Callable[[np.ndarray], np.ndarray]:
+    higher = SERIES[name].better == "higher"
+    return lambda values: np.asarray(values >= limit if higher else values <= limit)
+
+
+def _censored(cell: Cell, name: str, values: np.ndarray) -> np.ndarray:
+    """A lower bound, for requests cut at the end, of what the series would have become; nan where there is none."""
+    if name in ("ttft", "ttft_sent", "ttfo", "e2e", "e2e_sent"):
+        age = elapsed_ms(stamp(cell, "end_ns"), stamp(cell, "sent_ns" if name.endswith("_sent") else "due_ns"))
+        return age if name.startswith("e2e") else np.where(np.isnan(values), age, values)
+    return values if name in ("itl", "stall", "lag", "lag_wait", "lag_client") else np.full(cell.n, np.nan)

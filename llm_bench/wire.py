@@ -1,0 +1,453 @@
+"""HTTP/1.1 connections that stamp what arrives and interpret nothing, in a pool without a limit.
+
+One exception: until the first token-bearing event each framed event goes, after stamping, to the dialect's `is_token`,
+so that time-outs mean what they say. Under https the stamps are of decrypted bytes.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple, cast
+from urllib.parse import SplitResult, urlsplit
+
+from llm_bench import clock
+from llm_bench.clock import now_ns
+from llm_bench.errors import BenchError, TargetError
+from llm_bench.exchange import (
+    CANCELLED,
+    CLOSED,
+    COMPLETE,
+    CONNECT_ERROR,
+    CONNECT_TIMEOUT,
+    CUT,
+    PROTOCOL_ERROR,
+    STALL_TIMEOUT,
+    TOTAL_TIMEOUT,
+    TRUNCATED,
+    TTFT_TIMEOUT,
+    Exchange,
+    Timeouts,
+)
+from llm_bench.http1 import ProtocolError, Response, Sse
+
+run = clock.run
+
+_RETRIED_STATUSES = frozenset((429, 500, 502, 503, 504))
+_FIRST_RETRY_WAIT_S = 0.5  # doubles with each attempt; Retry-After comes before it
+_LIMITS = {  # what is said of an exchange whose limit has passed; {so_far} is counted when it has
+    TTFT_TIMEOUT: "no token-bearing event within {limit_s:g} s of sending: {so_far}",
+    STALL_TIMEOUT: "silence of {limit_s:g} s after the first token: {so_far}",
+    TOTAL_TIMEOUT: "not ended within {limit_s:g} s of sending: {so_far}",
+    CANCELLED: "closed by the client {limit_s:g} s after sending, as planned: {so_far}",
+}
+
+
+def request_head(url: str, path: str, headers: Sequence[tuple[str, str]]) -> bytes:
+    """The head's start, up to and without X-Request-Id, Content-Length and the empty line: a plan holds those.
+
+    Keys stand here and never in a plan file. Raises BenchError for a header that would break the head's lines.
+    """
+    target = _split(url)
+    lines = [
+        f"POST {target.path.rstrip('/')}{path}{'?' + target.query if target.query else ''} HTTP/1.1",
+        f"Host: {target.netloc.rpartition('@')[2]}",
+    ]
+    own = {"user-agent": "llm-bench", "content-type": "application/json", "accept": "*/*"}
+    lines += [f"{name}: {value}" for name, value in own.items() if name not in {n.lower() for n, _ in headers}]
+    for name, value in headers:
+        if any(c in "\r\n\0" for c in name + value) or not name.strip() or ":" in name:
+            raise BenchError(f"header {name!r}: a name without colon and a value of one line would be right")
+        lines.append(f"{name}: {value}")
+    return "".join(f"{line}\r\n" for line in lines).encode()
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        target = urlsplit(url)
+        sound = target.scheme in ("http", "https") and bool(target.hostname) and target.port != 0
+    except ValueError:  # a port that is no number
+        sound = False
+    if not sound:
+        raise BenchError(f"{url!r} is no address of a server; http://HOST:PORT/v1 would be right")
+    return target
+
+
+class Wire:
+    """A target as seen from one event loop: `send` gives one Exchange. As many connections as requests in flight.
+
+    `is_token` tells whether an event's data bears a token; None: answers are not streamed. `cafile` replaces the
+    system's certificates. The host's name is resolved once, here. Raises BenchError for a bad URL or header,
+    TargetError for a name that cannot be resolved.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        path: str,
+        headers: Sequence[tuple[str, str]],
+        timeouts: Timeouts,
+        is_token: Callable[[bytes], bool] | None,
+        *,
+        cafile: str | None = None,
+    ) -> None:
+        target = _split(url)
+        self.timeouts = timeouts
+        self.is_token = is_token
+        self.idle: list[_Connection] = []  # the one used last is taken first: the others may rest or time out
+        self.busy: set[_Connection] = set()
+        self.lost = 0  # idle connections that the server closed and that no request has replaced yet
+        self._head = request_head(url, path, headers)
+        self._name = target.hostname or ""
+        self._tls: ssl.SSLContext | None = None
+        if target.scheme == "https":
+            try:
+                self._tls = ssl.create_default_context(cafile=cafile)
+            except OSError as e:
+                raise BenchError(f"{cafile}: not a file of certificates: {e}") from None
+        port = target.port or (443 if self._tls else 80)
+        try:
+            found = socket.getaddrinfo(self._name, port, type=socket.SOCK_STREAM)
+        except OSError as e:
+            raise TargetError(f"{url}: the name {self._name!r} cannot be resolved: {e.strerror}") from None
+        self._addresses: list[tuple[str, int]] = [(str(a[4][0]), port) for a in found]
+
+    async def send(self, payload: bytes, cancel_after_s: float | None = None) -> Exchange:
+        """POST `payload`, the rest of the head and the body, and wait for the end. What fails is in the Exchange.
+
+        A cancelled task gets its Exchange too: CUT, the connection closed. `cancel_after_s` runs from `sent_ns`.
+        """
+        exchange = Exchange()
+        connection = self.idle.pop() if self.idle else None
+        reused = connection is not None
+        try:
+            while True:
+                if connection is None:
+                    connection = await self._connect(exchange)
+                if connection is None:
+                    return exchange
+                await connection.ask(self._head + payload, exchange, cancel_after_s)
+                if not (reused and exchange.ended == TRUNCATED and not exchange.first_byte_ns):
+                    return exchange
+                # The server had closed this kept-alive connection before it saw the request: once more on a new one.
+                exchange = Exchange(reconnects=exchange.reconnects + 1)
+                connection, reused = None, False
+        except asyncio.CancelledError:
+            if exchange.ended:  # in this very turn of the loop; its connection may be another request's by now
+                return exchange
+            if connection is None:
+                _give_up(exchange, CUT, "not connected yet when the run ended")
+            else:
+                connection.end(CUT, "closed by the client: the run ended")
+            return exchange
+
+    def close(self) -> None:
+        """Close what is idle, and cut what is in flight. The loop's next turn finishes it."""
+        for connection in list(self.busy):
+            connection.end(CUT, "closed by the client: the run ended")
+        for connection in list(self.idle):
+            connection.transport.abort()
+        self.idle.clear()
+
+    async def _connect(self, exchange: Exchange) -> "_Connection | None":
+        """A new connection to the address that answered last; None when none does: `exchange` says why."""
+        if self.lost:
+            self.lost -= 1
+            exchange.reconnects += 1
+        loop, limit_s = asyncio.get_running_loop(), self.timeouts.connect_s
+        tls: dict[str, Any] = {}
+        if self._tls is not None:  # the loop's own limit on handshakes, 60 s, would be a hidden one
+            tls = {"ssl": self._tls, "server_hostname": self._name, "ssl_handshake_timeout": limit_s or 86400.0}
+        scope = asyncio.timeout(limit_s)
+        error: OSError | None = None
+        try:
+            async with scope:
+                for i, (host, port) in enumerate(self._addresses):
+                    try:
+                        _, connection = await loop.create_connection(lambda: _Connection(self), host, port, **tls)
+                    except OSError as e:
+                        error = e
+                        continue
+                    if i:  # a name with several addresses, of which the server listens on some
+                        self._addresses.insert(0, self._addresses.pop(i))
+                    return connection
+        except TimeoutError:
+            assert scope.expired()
+            _give_up(exchange, CONNECT_TIMEOUT, f"not connected to {self._name} within {limit_s:g} s")
+            return None
+        _give_up(exchange, CONNECT_ERROR, f"{type(error).__name__}: {error}")
+        return None
+
+
+class _Connection(asyncio.Protocol):
+    """One socket. While it is asked, `exchange` is the request in flight; between requests it lies in wire.idle."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._loop = asyncio.get_running_loop()
+        self._limits = wire.timeouts
+        self._exchange: Exchange | None = None
+        self._answered: asyncio.Future[None] = self._loop.create_future()
+        self._response = Response()
+        self._sse = Sse()
+        self._look: Callable[[list[bytes], int], None] | None = None  # what to look for in the next read
+        self._begun_ns = 0  # the write; limits run from the end of it, or from here as long as it has none
+        self._phase_limit: tuple[str, float | None] = (TTFT_TIMEOUT, None)
+        self._cancel_after_s: float | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def ask(self, message: bytes, exchange: Exchange, cancel_after_s: float | None) -> "asyncio.Future[None]":
+        """Write a whole request; the future is done when `exchange` has ended."""
+        self._exchange = exchange
+        self._answered = self._loop.create_future()
+        self._response, self._look = Response(), self._look_for_head
+        # An answer that is not streamed has no first token to wait for: only the total limit is left.
+        self._phase_limit = (TTFT_TIMEOUT, self._limits.ttft_s if self._wire.is_token is not None else None)
+        self._cancel_after_s = cancel_after_s
+        self._wire.busy.add(self)
+        self._begun_ns = now_ns()
+        self.transport.write(message)
+        if not self.transport.get_write_buffer_size():
+            exchange.sent_ns = now_ns()
+        self._set_alarm()
+        return self._answered
+
+    # ---- called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+        # 0: resume_writing tells when the last byte has left, and uvloop writes at once instead of at its next turn.
+        self.transport.set_write_buffer_limits(0)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def resume_writing(self) -> None:
+        exchange = self._exchange
+        if exchange is not None and not exchange.sent_ns:
+            exchange.sent_ns = now_ns()
+
+    def data_received(self, data: bytes) -> None:
+        now = now_ns()
+        exchange = self._exchange
+        if exchange is None:
+            self.transport.abort()  # bytes that nobody asked for: the next answer would begin with them
+            return
+        exchange.bytes_in += len(data)
+        if not exchange.first_byte_ns:
+            exchange.first_byte_ns = now
+        response = self._response
+        try:
+            pieces = response.feed(data)
+        except ProtocolError as e:
+            self._take(e.pieces, now)
+            self.end(PROTOCOL_ERROR, str(e), now)
+            return
+        self._take(pieces, now)
+        if response.complete:
+            self.end(COMPLETE, "", now)
+
+    def eof_received(self) -> None:
+        if self._exchange is not None and self._response.eof():
+            self.end(CLOSED)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self in self._wire.idle:
+            self._wire.idle.remove(self)
+            self._wire.lost += 1
+        if self._exchange is None:
+            return
+        if exc is not None and not isinstance(exc, OSError):
+            if not self._answered.done():
+                self._answered.set_exception(exc)  # a mistake of ours in data_received is no failure of the target
+            self.end(TRUNCATED, repr(exc))
+            return
+        how = f"{type(exc).__name__}: {exc}" if exc else "the server closed the connection"
+        seen = f"after {self._so_far()}" if self._exchange.first_byte_ns else "before a byte of the answer"
+        self.end(TRUNCATED, f"{how} {seen}")
+
+    # ----
+
+    def _take(self, pieces: list[bytes], now: int) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        if pieces:
+            exchange.pieces += pieces
+            for _ in pieces:
+                exchange.read_ns.append(now)
+        if self._look is not None:
+            self._look(pieces, now)
+
+    def end(self, ended: str, error: str = "", at_ns: int = 0) -> None:
+        """End the exchange in flight, once; the connection goes back to the pool only after a clean answer."""
+        exchange = self._exchange
+        if exchange is None:
+            return
+        self._exchange = None
+        self._wire.busy.discard(self)
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        response = self._response
+        exchange.status, exchange.headers = response.status, response.headers
+        exchange.ended, exchange.error, exchange.end_ns = ended, error, at_ns or now_ns()
+        if ended == COMPLETE and response.keep_alive and exchange.sent_ns and not self.transport.is_closing():
+            self._wire.idle.append(self)
+        else:
+            self.transport.abort()
+        if not self._answered.done():  # done already when the task that waits was cancelled
+            self._answered.set_result(None)
+
+    # ---- what is looked for until the first token: each step sets the next one
+
+    def _look_for_head(self, pieces: list[bytes], now: int) -> None:
+        response = self._response
+        if not response.head_done:
+            return
+        kinds = [value for name, value in response.headers if name == b"content-type"]
+        streamed = response.status == 200 and any(kind.lower().startswith(b"text/event-stream") for kind in kinds)
+        if streamed and self._wire.is_token is not None:
+            self._sse = Sse()
+            self._look = self._look_for_token
+        else:
+            self._look = self._look_for_body
+        self._look(pieces, now)
+
+    def _look_for_token(self, pieces: list[bytes], now: int) -> None:
+        is_token = self._wire.is_token
+        assert is_token is not None
+        for piece in pieces:
+            for data in self._sse.feed(piece):
+                if is_token(data):
+                    assert self._exchange is not None
+                    self._exchange.first_token_ns = now
+                    self._look = None
+                    self._phase_limit = (STALL_TIMEOUT, self._limits.stall_s)
+                    self._set_alarm()
+                    return
+
+    def _look_for_body(self, pieces: list[bytes], now: int) -> None:
+        if pieces:  # without events there is no telling tokens from silence: only the total limit is left
+            self._look = None
+            self._phase_limit = (TTFT_TIMEOUT, None)
+
+    # ---- limits: one alarm a request, which looks again when a read has moved its time
+
+    def _due(self) -> tuple[float, str, float]:
+        """(ns, how it would end, its limit in s) of the limit that comes first; inf when there is none."""
+        exchange = self._exchange
+        assert exchange is not None
+        sent_ns = exchange.sent_ns or self._begun_ns
+        phase, phase_s = self._phase_limit
+        phase_ns = exchange.read_ns[-1] if phase == STALL_TIMEOUT else sent_ns
+        limits = (
+            (sent_ns, CANCELLED, self._cancel_after_s),
+            (phase_ns, phase, phase_s),
+            (sent_ns, TOTAL_TIMEOUT, self._limits.total_s),
+        )
+        return min(
+            ((from_ns + s * 1e9, kind, s) for from_ns, kind, s in limits if s is not None),
+            default=(float("inf"), "", 0.0),
+        )
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        due_ns = self._due()[0]
+        wait_s = max(0.0, (due_ns - now_ns()) / 1e9)
+        self._alarm = None if due_ns == float("inf") else self._loop.call_later(wait_s, self._ring)
+
+    def _ring(self) -> None:
+        if self._exchange is None:
+            return
+        due_ns, kind, limit_s = self._due()
+        if now_ns() < due_ns:
+            self._set_alarm()
+        else:
+            self.end(kind, _LIMITS[kind].format(limit_s=limit_s, so_far=self._so_far()))
+
+    def _so_far(self) -> str:
+        """What had come, for an error text. Counts tokens, so it is called when nothing is measured any more."""
+        exchange, is_token = self._exchange, self._wire.is_token
+        assert exchange is not None
+        if not exchange.bytes_in:
+            return "no byte of the answer"
+        sse = Sse()
+        count = sum(is_token(data) for piece in exchange.pieces for data in sse.feed(piece)) if is_token else 0
+        last_ns = exchange.read_ns[-1] if exchange.read_ns else exchange.first_byte_ns
+        events = f"{count} token-bearing events, " if is_token else ""
+        return f"{events}{exchange.bytes_in} bytes, the last read {(now_ns() - last_ns) / 1e9:.3f} s ago"
+
+
+def _give_up(exchange: Exchange, ended: str, error: str) -> None:
+    exchange.ended, exchange.error, exchange.end_ns = ended, error, now_ns()
+
+
+# ---- retries
+
+Send = Callable[[bytes, float | None], Awaitable[Exchange]]
+
+
+class Tried(NamedTuple):
+    """A request and its attempts. `exchange` is the last one's, with the *first* one's sent_ns.
+
+    Latency so runs from the first attempt, and the waiting between attempts is in it.
+    """
+
+    exchange: Exchange
+    attempts: int
+    first: Exchange  # the same object as `exchange` when there was one attempt
+    retry_wait_ns: int
+
+
+def retrying(send: Send, retries: int) -> Callable[[bytes, float | None], Awaitable[Tried]]:
+    """`send`, again up to `retries` times after a status of 429, 500, 502, 503, 504 or a failed connect.
+
+    Waits as long as Retry-After says, else 0.5 s, doubled each time. A task cancelled while it waits gives a CUT.
+    """
+
+    async def tried(payload: bytes, cancel_after_s: float | None) -> Tried:
+        exchange = first = await send(payload, cancel_after_s)
+        attempts, waited_ns = 1, 0
+        while attempts <= retries and _worth_another(exchange) and not _being_cancelled():
+            begun_ns = now_ns()
+            try:
+                await asyncio.sleep(_retry_wait_s(exchange, attempts))
+            except asyncio.CancelledError:
+                waited_ns += now_ns() - begun_ns
+                exchange = Exchange(sent_ns=exchange.sent_ns, status=exchange.status)
+                _give_up(exchange, CUT, f"the run ended while waiting to retry after: {first.error or first.status}")
+                break
+            waited_ns += now_ns() - begun_ns
+            exchange = await send(payload, cancel_after_s)
+            attempts += 1
+        if exchange is not first:
+            exchange.sent_ns = first.sent_ns or exchange.sent_ns  # a connect that failed sent nothing
+        return Tried(exchange, attempts, first, waited_ns)
+
+    return tried
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _worth_another(exchange: Exchange) -> bool:
+    if exchange.ended in (CONNECT_ERROR, CONNECT_TIMEOUT):
+        return True
+    return exchange.ended in (COMPLETE, CLOSED) and exchange.status in _RETRIED_STATUSES
+
+
+def _retry_wait_s(exchange: Exchange, attempts: int) -> float:
+    """Seconds. A date is read against the answer's own Date: the two clocks need not agree (RFC 9110 10.2.3)."""
+    backoff_s = _FIRST_RETRY_WAIT_S * 2.0 ** (attempts - 1)
+    headers = {name: value.decode("latin-1") for name, value in exchange.headers}
+    after = headers.get(b"retry-after", "")
+    if after.isdecimal():
+        return float(after)
+    try:
+        return max(0.0, (parsedate_to_datetime(after) - parsedate_to_datetime(headers[b"date"])).total_seconds())
+    except (ValueError, KeyError, TypeError):
+        return backoff_s

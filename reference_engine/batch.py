@@ -1,0 +1,152 @@
+"""The work of one step as index tensors: which token stands in which row, where its K and V go, what it attends to."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from reference_engine.sequence import Sequence
+
+Work = Items[tuple[Sequence, int]]
+
+# Decode rows of similar length are attended to together, padded to the longest. Few rows and a small gather stay in
+# the cache of a CPU core; a GPU wants few launches.
+GROUP_ROWS = {"cpu": 8, "cuda": 256}
+GROUP_POSITIONS = {"cpu": 2048, "cuda": 1 << 22}
+
+
+class Pages(NamedTuple):
+    """The KV pool's geometry: [layer][2][num_blocks, kv_heads, block_size, head_dim].
+
+    Seen as rows of block_size·head_dim, the keys of block b for KV head h are row b·kv_heads + h: gathering the rows of
+    a sequence head by head yields matrices that attention takes as they are.
+    """
+
+    num_blocks: int
+    block_size: int
+    kv_heads: int
+
+
+class Group(NamedTuple):
+    """Decode rows [start, end): one query each, padded to `blocks` blocks."""
+
+    start: int
+    end: int
+    blocks: int
+    pool_rows: torch.Tensor  # [rows · kv_heads · blocks]
+    mask: torch.Tensor  # [rows, 1, 1, blocks · block_size], 0 or -inf
+
+
+class Chunk(NamedTuple):
+    """Rows [start, end) of one sequence, at positions [computed, computed + end - start)."""
+
+    start: int
+    end: int
+    computed: int
+    pool_rows: torch.Tensor  # [kv_heads · blocks]; empty if computed is 0: then all keys are in these rows
+    mask: (
+        torch.Tensor | None
+    )  # [end - start, computed + end - start], True where a query sees a key; None: plain causal
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows are the tokens of the step, decodes first, shortest first. `sampled` are the work items that get a token."""
+
+    token_ids: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    slots: torch.Tensor  # [rows · 2 · kv_heads] rows of head_dim in a layer's pool, keys' then values' of each token
+    groups: list[Group]
+    chunks: list[Chunk]
+    sample_rows: torch.Tensor  # [len(sampled)]
+    sampled: list[int]
+
+
+def build(work: Work, pages: Pages, device: torch.device, dtype: torch.dtype) -> Batch:
+    """Lay out one step. Every n >= 1, and sequence.blocks covers computed + n positions: the scheduler's promise."""
+    decodes = sorted((i for i, (_, n) in enumerate(work) if n == 1), key=lambda i: work[i][0].computed)
+    order = decodes + [i for i, (_, n) in enumerate(work) if n > 1]
+    counts = [work[i][1] for i in order]
+    starts = [0, *np.cumsum(counts).tolist()]
+    rows = starts[-1]
+
+    token_ids, positions = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    blocks = np.empty(rows, np.int64)
+    for i, start, n in zip(order, starts, counts, strict=False):
+        sequence = work[i][0]
+        first = sequence.computed
+        assert n >= 1, "a sequence without work in a step"
+        assert len(sequence.blocks) * pages.block_size >= first + n, "the scheduler gave too few blocks"
+        if n == 1:  # the common case, without temporary arrays
+            token_ids[start], positions[start] = sequence.token_ids[first], first
+            blocks[start] = sequence.blocks[first // pages.block_size]
+            continue
+        token_ids[start : start + n] = sequence.token_ids[first : first + n]
+        at = positions[start : start + n] = np.arange(first, first + n)
+        blocks[start : start + n] = np.asarray(sequence.blocks)[at // pages.block_size]
+
+    ends = [i for i, (s, n) in enumerate(work) if s.computed + n == len(s.token_ids)]
+    row_of = {i: start + n - 1 for i, start, n in zip(order, starts, counts, strict=False)}
+    return Batch(
+        token_ids=_on(device, token_ids),
+        positions=_on(device, positions),
+        slots=_on(device, _slots(blocks, positions % pages.block_size, pages)),
+        groups=_groups([work[i][0] for i in decodes], pages, device, dtype),
+        chunks=[_chunk(*work[i], starts[k], pages, device) for k, i in enumerate(order) if work[i][1] > 1],
+        sample_rows=_on(device, np.array([row_of[i] for i in ends], np.int64)),
+        sampled=ends,
+    )
+
+
+def _slots(blocks: np.ndarray, offsets: np.ndarray, pages: Pages) -> np.ndarray:
+    """Rows of head_dim in one layer's pool seen as [2 · num_blocks · kv_heads · block_size, head_dim]."""
+    kv, heads = np.arange(2)[None, :, None], np.arange(pages.kv_heads)[None, None, :]
+    block = kv * pages.num_blocks + blocks[:, None, None]
+    slots: np.ndarray = ((block * pages.kv_heads + heads) * pages.block_size + offsets[:, None, None]).reshape(-1)
+    return slots
+
+
+def _pool_rows(tables: np.ndarray, kv_heads: int) -> np.ndarray:
+    """[sequences, blocks] -> the pool's rows in the order sequence, head, block."""
+    rows: np.ndarray = (tables[:, None, :] * kv_heads + np.arange(kv_heads)[None, :, None]).reshape(-1)
+    return rows
+
+
+def _groups(decodes: list[Sequence], pages: Pages, device: torch.device, dtype: torch.dtype) -> list[Group]:
+    """Neighbours in the order of length, as many as the limits allow."""
+    groups, start = [], 0
+    while start < len(decodes):
+        end = start + 1
+        while end < len(decodes) and end - start < GROUP_ROWS[device.type]:
+            positions = (decodes[end].computed + 1) * (end + 1 - start)
+            if positions > GROUP_POSITIONS[device.type]:
+                break
+            end += 1
+        group = decodes[start:end]
+        width = -(-(group[-1].computed + 1) // pages.block_size)
+        tables = np.zeros((len(group), width), np.int64)  # block 0 fills up: finite values that the mask hides
+        for row, sequence in zip(tables, group, strict=True):
+            held = sequence.blocks[:width]
+            row[: len(held)] = held
+        mask = np.zeros((len(group), width * pages.block_size), np.float32)
+        mask[np.arange(mask.shape[1])[None, :] > np.array([s.computed for s in group])[:, None]] = -np.inf
+        on_device = _on(device, mask).to(dtype)[:, None, None, :]
+        groups.append(Group(start, end, width, _on(device, _pool_rows(tables, pages.kv_heads)), on_device))
+        start = end
+    return groups
+
+
+def _chunk(sequence: Sequence, n: int, start: int, pages: Pages, device: torch.device) -> Chunk:
+    computed = sequence.computed
+    if not computed:
+        return Chunk(start, start + n, 0, torch.empty(0, dtype=torch.int64), None)
+    width = -(-(computed + n) // pages.block_size)
+    table = np.array(sequence.blocks[:width], np.int64)[None]
+    mask = np.arange(computed + n)[None, :] <= np.arange(computed, computed + n)[:, None]
+    return Chunk(start, start + n, computed, _on(device, _pool_rows(table, pages.kv_heads)), _on(device, mask))
+
+
+def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -1,0 +1,120 @@
+"""The runner that computes, sole owner of a device. `load` turns a configuration into a runner and its tokenizer."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reference_engine.config import EngineConfig
+from reference_engine.runner_api import Runner
+from reference_engine.sequence import SamplingParams, Sequence
+from reference_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+
+if TYPE_CHECKING:  # torch takes seconds to import; a simulated model starts without it, so its users import it late
+    from reference_engine.weights import Weights
+
+
+def load(config: EngineConfig) -> tuple[Runner, Tokenizer]:
+    """The model that config.model names: `tiny`, `sim:NAME`, or a Hugging Face directory.
+
+    Raises WeightsError, TokenizerError or ValueError for what cannot be loaded.
+    """
+    if config.model.startswith("sim:"):
+        from reference_engine import cost_model
+
+        return cost_model.load(config)
+    from reference_engine import weights
+
+    if config.dtype not in weights.DTYPES:
+        raise ValueError(f"dtype {config.dtype!r}: would be right: {' or '.join(weights.DTYPES)}")
+    dtype = weights.DTYPES[config.dtype]
+    if config.model == "tiny":
+        tokenizer = ByteTokenizer()
+        return ModelRunner("tiny", weights.tiny(config.seed, dtype), tokenizer.eos_ids, config), tokenizer
+    folder = Path(config.model)
+    if not folder.is_dir():
+        raise weights.WeightsError(
+            f"{folder}: no such directory; would be right: tiny, sim:NAME or a model's directory"
+        )
+    files = HFTokenizer(folder)
+    return ModelRunner(folder.resolve().name, weights.read(folder, dtype), files.eos_ids, config), files
+
+
+class ModelRunner:
+    """Runs a model on one device. The KV pool is allocated here, once; whose a block is, the scheduler decides."""
+
+    def __init__(self, name: str, weights: "Weights", eos_ids: frozenset[int], config: EngineConfig) -> None:
+        """Raises ValueError if the device is not there, WeightsError if sequences outgrow the model's positions."""
+        import torch
+
+        from reference_engine import model
+        from reference_engine.weights import WeightsError
+
+        shape = weights.shape
+        if config.max_model_len > shape.max_positions:
+            raise WeightsError(
+                f"{name}: max_position_embeddings is {shape.max_positions}, max_model_len is "
+                f"{config.max_model_len}; would be right: max_model_len {shape.max_positions} or less"
+            )
+        self.device = torch.device(_device(config.device))
+        torch.set_num_threads(config.threads)
+        self.name = name
+        self.vocab_size = shape.vocab_size
+        self.eos_ids = eos_ids
+        self.seed = config.seed
+        self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.tensors())
+        self.model = model.make(weights.to(self.device), config.num_blocks, config.block_size, config.max_model_len)
+        self.kv_bytes = self.model.kv_bytes()
+
+    def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:
+        """One forward pass over all the work, then one token for each sequence whose end it reached."""
+        import torch
+
+        from reference_engine import batch, model, sampler
+
+        laid_out = batch.build(work, self.model.pages, self.device, self.model.pool.dtype)
+        sequences = [work[i][0] for i in laid_out.sampled]
+        with torch.inference_mode():  # the sampler writes into the logits, which only this mode may do
+            logits = model.forward(self.model, laid_out)
+            sampled = sampler.sample(logits, sequences, self.eos_ids, self.seed)
+        tokens: list[int | None] = [None] * len(work)
+        for i, token in zip(laid_out.sampled, sampled, strict=True):
+            tokens[i] = token
+        return tokens
+
+    def warmup(self) -> None:
+        """A forward pass over a chunk and over a decode, so that the first request does not pay for first uses.
+
+        Writes to block 0, hence before the scheduler hands out blocks.
+        """
+        n = self.model.pages.block_size
+        sequence = Sequence(-1, [0] * n, n, SamplingParams(max_tokens=1), 0, blocks=[0])
+        self.execute([(sequence, n)])
+        sequence.computed = n - 1
+        self.execute([(sequence, 1)])
+
+    def facts(self) -> dict[str, str | int]:
+        """What was effectively chosen, for the server's start-up line."""
+        import torch
+
+        parameters = sum(t.numel() for t in self.model.weights.tensors())
+        return {
+            "device": str(self.device) if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            "dtype": str(self.model.pool.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
+            "parameters": parameters,
+            "weights_bytes": self.weights_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device {wanted!r}: would be right: auto, cpu or cuda")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda': torch finds no GPU; would be right: cpu")
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted

@@ -1,0 +1,77 @@
+"""Writes README.md's generated blocks from the tables in the code. `make docs`; tests/test_docs.py checks them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from llm_bench.cli import app
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, command) of every command, those of groups as `group command`."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from leaves(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
+COMMANDS = dict(leaves(typer.main.get_command(app)))
+
+
+def commands() -> str:
+    rows = ["| command | does |", "|---|---|"]
+    rows += [f"| `llm-bench {name}` | {command.help.splitlines()[0]} |" for name, command in COMMANDS.items()]
+    return "\n".join(rows)
+
+
+def options() -> str:
+    rows = ["| option of `run` | meaning | default |", "|---|---|---|"]
+    for option in COMMANDS["run"].params:
+        if option.name != "help":
+            default = "" if option.default in (None, "", False) or callable(option.default) else f"{option.default}"
+            rows.append(f"| `{option.opts[0]}` | {option.help} | {default} |")
+    return "\n".join(rows)
+
+
+def dialects() -> str:
+    from llm_bench.dialects import DIALECTS
+
+    return "\n".join(
+        ["| api | path after the target's URL |", "|---|---|"]
+        + [f"| `{name}` | `{row.path}` |" for name, row in DIALECTS.items()]
+    )
+
+
+def formats() -> str:
+    from llm_bench.trace import FORMATS
+
+    return "\n".join(
+        ["| format | what it is |", "|---|---|"] + [f"| `{name}` | {row.about} |" for name, row in FORMATS.items()]
+    )
+
+
+def metrics() -> str:
+    from llm_bench.metrics import SERIES, WHOLE
+
+    rows = ["| metric | unit | meaning |", "|---|---|---|"]
+    rows += [f"| `{name}_pQ` | {row.unit} | {row.meaning} |" for name, row in SERIES.items()]
+    rows += [f"| `{name}` | {row.unit} | {row.meaning} |" for name, row in WHOLE.items()]
+    return "\n".join(rows)
+
+
+BLOCKS = {f.__name__: f for f in (commands, options, dialects, formats, metrics)}
+
+
+def generate(text: str) -> str:
+    return BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text)
+
+
+if __name__ == "__main__":
+    README.write_text(generate(README.read_text()))

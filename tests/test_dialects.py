@@ -1,0 +1,310 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_bench.dialects import DIALECTS, Ask, Chunk, Delta, Usage
+from llm_bench.errors import BenchError
+from llm_bench.http1 import events
+from llm_bench.trace import Request
+from tests.fixtures import NAMES, captured, hostile_events, unhurried, wire
+
+CHAT, COMPLETIONS = DIALECTS["openai-chat"], DIALECTS["openai-completions"]
+ASK = Ask(model="m")
+
+
+def encoded(dialect, request, ask=ASK):
+    return json.loads(dialect.encode(request, ask))
+
+
+def decoded(dialect, obj) -> Chunk:
+    return dialect.decode(json.dumps(obj).encode())
+
+
+def delta(dialect, **choice) -> Delta:
+    return decoded(dialect, {"choices": [choice]}).deltas[0]
+
+
+# Bodies
+
+
+def test_a_chat_body_asks_for_all_that_a_measurement_needs():
+    assert encoded(CHAT, Request(tokens_in=3, tokens_out=64, prompt="low water")) == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "low water"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "max_tokens": 64,
+        "min_tokens": 64,
+        "ignore_eos": True,
+    }
+
+
+def test_a_completions_body_takes_text_or_token_ids():
+    assert encoded(COMPLETIONS, Request(tokens_in=1, tokens_out=2, prompt="ebb"))["prompt"] == "ebb"
+    assert encoded(COMPLETIONS, Request(tokens_in=3, tokens_out=2, prompt_token_ids=(7, 8, 9)))["prompt"] == [7, 8, 9]
+
+
+def test_messages_of_a_trace_go_out_as_they_are():
+    messages = ({"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]})
+    assert encoded(CHAT, Request(tokens_in=1, tokens_out=None, messages=messages))["messages"] == list(messages)
+
+
+@pytest.mark.parametrize(
+    ("request_", "ask", "absent"),
+    [
+        (Request(1, None, prompt="p"), ASK, {"max_tokens", "min_tokens", "ignore_eos", "priority"}),
+        (Request(1, 8, prompt="p"), ASK._replace(pin_lengths=False), {"min_tokens", "ignore_eos"}),
+        (Request(1, 8, prompt="p"), ASK._replace(include_usage=False), {"stream_options"}),
+        (Request(1, 8, prompt="p"), ASK._replace(stream=False), {"stream_options"}),
+    ],
+)
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_is_not_asked_for_is_not_in_the_body(name, request_, ask, absent):
+    body = encoded(DIALECTS[name], request_, ask)
+    assert not absent & body.keys()
+    assert body["stream"] is ask.stream
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_extra_fields_of_the_trace_win_over_the_users_and_those_over_ours(name):
+    request = Request(1, 8, prompt="p", priority=-2, extra={"temperature": 1, "top_k": 5})
+    body = encoded(DIALECTS[name], request, Ask(model="m", extra={"temperature": 0.5, "seed": 3, "min_tokens": 0}))
+    assert (body["temperature"], body["top_k"], body["seed"], body["min_tokens"]) == (1, 5, 3, 0)
+    assert (body["priority"], body["max_tokens"]) == (-2, 8)
+
+
+def test_the_targets_model_is_asked_for_not_the_one_the_traffic_once_met():
+    assert encoded(CHAT, Request(1, 8, prompt="p", model="GPT-4"))["model"] == "m"
+    assert encoded(CHAT, Request(1, 8, prompt="p", model="GPT-4"), Ask(model=""))["model"] == "GPT-4"
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "right"),
+    [
+        ("openai-chat", Request(1, 8, prompt_token_ids=(1,), line=41), "openai-completions"),
+        ("openai-completions", Request(1, 8, messages=({"role": "user", "content": "x"},), line=41), "openai-chat"),
+        ("openai-chat", Request(1, 8, prompt="p", extra={"logit_bias": {1, 2}}, line=41), "JSON"),
+        ("openai-completions", Request(1, 8, prompt="half a pair \ud83d", line=41), "JSON"),
+    ],
+)
+def test_what_a_protocol_cannot_say_is_the_users_mistake_with_its_line(name, request_, right):
+    with pytest.raises(BenchError, match=rf"line 41: .*{right}"):
+        DIALECTS[name].encode(request_, ASK)
+
+
+# Events
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"index": 0, "delta": {"role": "assistant", "content": ""}}, Delta()),
+        ({"index": 0, "delta": {"role": "assistant", "content": None}}, Delta()),
+        ({"delta": {}, "finish_reason": "stop"}, Delta(finish_reason="stop")),
+        ({"delta": None, "finish_reason": "stop"}, Delta(finish_reason="stop")),
+        ({"delta": {"content": "a"}, "finish_reason": ""}, Delta(text="a", bears_token=True)),
+        ({"index": 2, "delta": {"content": " "}}, Delta(choice=2, text=" ", bears_token=True)),
+        ({"delta": {"reasoning": "r"}}, Delta(reasoning="r", bears_token=True)),
+        ({"delta": {"reasoning_content": "r", "content": None}}, Delta(reasoning="r", bears_token=True)),
+        ({"delta": {"reasoning": "r", "reasoning_content": "r"}}, Delta(reasoning="r", bears_token=True)),
+        ({"delta": {"refusal": "no"}}, Delta(text="no", bears_token=True)),
+        ({"delta": {"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}}, Delta(tool="f", bears_token=True)),
+        ({"delta": {"tool_calls": [{"function": {"arguments": "{}"}}]}}, Delta(tool="{}", bears_token=True)),
+        ({"delta": {"tool_calls": [{"function": {"arguments": {"a": 1}}}]}}, Delta(tool='{"a":1}', bears_token=True)),
+        ({"delta": {"tool_calls": [{"index": 0, "id": "c"}]}}, Delta()),
+        ({"delta": {"tool_calls": []}}, Delta()),
+        ({"delta": {"function_call": {"name": "f", "arguments": "1"}}}, Delta(tool="f1", bears_token=True)),
+        ({"delta": {"content": ""}, "token_ids": [5, 6]}, Delta(token_ids=2, bears_token=True)),
+        ({"delta": {"content": ""}, "token_ids": []}, Delta(token_ids=0)),
+        (
+            {"message": {"role": "assistant", "content": "whole", "tool_calls": None}, "finish_reason": "length"},
+            Delta(text="whole", finish_reason="length", bears_token=True),
+        ),
+    ],
+)
+def test_a_chat_choice(choice, expected):
+    assert delta(CHAT, **choice) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"text": "a", "finish_reason": None}, Delta(text="a", bears_token=True)),
+        ({"text": "", "finish_reason": None}, Delta(bears_token=True)),  # vLLM's first token can have no text yet
+        ({"text": "", "finish_reason": ""}, Delta(bears_token=True)),  # TGI's way to say null
+        ({"text": "", "finish_reason": "length"}, Delta(finish_reason="length")),
+        ({"text": "b", "finish_reason": "stop"}, Delta(text="b", finish_reason="stop", bears_token=True)),
+        (
+            {"text": "", "token_ids": [9], "finish_reason": "length"},
+            Delta(token_ids=1, finish_reason="length", bears_token=True),
+        ),
+        ({"text": "", "token_ids": [], "finish_reason": None}, Delta(token_ids=0)),
+        ({"index": 1, "text": "c"}, Delta(choice=1, text="c", bears_token=True)),
+    ],
+)
+def test_a_completions_choice(choice, expected):
+    assert delta(COMPLETIONS, **choice) == expected
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("data", [b"[DONE]", b" [DONE] ", b"[DONE]\n"])
+def test_done_is_a_word_of_its_own(name, data):
+    assert DIALECTS[name].decode(data) == Chunk(done=True)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_usage_event_has_no_deltas(name):
+    usage = {"prompt_tokens": 40, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 32}}
+    assert decoded(DIALECTS[name], {"choices": [], "usage": usage}) == Chunk(usage=Usage(40, 9, 32))
+    usage["prompt_tokens_details"] = None
+    assert decoded(DIALECTS[name], {"choices": None, "usage": usage}).usage == Usage(40, 9, -1)
+    assert decoded(DIALECTS[name], {"choices": [], "usage": None}).usage is None
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize(
+    ("event", "error", "code"),
+    [
+        ({"error": {"message": "worker lost", "type": "InternalServerError", "code": 500}}, "worker lost", "500"),
+        (
+            {"error": {"message": "bad", "type": "json_invalid", "code": "invalid_parameter"}},
+            "bad",
+            "invalid_parameter",
+        ),
+        ({"error": {"message": "bad", "type": "kind", "code": None}}, "bad", "kind"),
+        ({"error": {"type": "kind"}}, '{"type":"kind"}', "kind"),
+        ({"error": "plain words"}, "plain words", ""),
+        ({"error": "full", "error_type": "overloaded"}, "full", "overloaded"),
+        ({"error": ["a", "b"]}, '["a","b"]', ""),
+        ({"object": "error", "message": "too long", "code": 400}, "too long", "400"),
+        ({"detail": "Not Found"}, "Not Found", ""),
+        ({"detail": [{"loc": ["body"], "msg": "required"}]}, '[{"loc":["body"],"msg":"required"}]', ""),
+        ({"choices": [], "error": {"message": "late", "code": 503}}, "late", "503"),
+        ({"choices": [], "error": None}, "", ""),
+        ({"choices": [], "error": ""}, "", ""),
+    ],
+)
+def test_the_shapes_of_an_error(name, event, error, code):
+    chunk = decoded(DIALECTS[name], event)
+    assert (chunk.error, chunk.error_code) == (error, code)
+
+
+def test_the_word_error_in_a_text_is_no_error():
+    assert decoded(CHAT, {"choices": [{"delta": {"content": "error"}}], "error": None}).error == ""
+    assert decoded(COMPLETIONS, {"choices": [{"text": '{"error": "x"}'}], "detail": "x"}).error == ""
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_an_answer_that_the_server_gave_up_is_an_error(reason):
+    assert reason in decoded(CHAT, {"choices": [{"delta": {}, "finish_reason": reason}]}).error
+
+
+def test_the_servers_own_account_goes_by_our_names():
+    timings = {"prompt_n": 10, "prompt_ms": 240.0, "predicted_ms": 1723.2, "predicted_per_token_ms": 114.88}
+    assert decoded(COMPLETIONS, {"choices": [], "timings": timings}).server_ms == {
+        "server_prefill_ms": 240.0,
+        "server_ttft_ms": 240.0,
+        "server_decode_ms": 1723.2,
+        "server_tpot_ms": 114.88,
+    }
+    metrics = {"time_to_first_token_ms": 115.6, "generation_time_ms": 613.6, "queue_time_ms": 0.06, "mean_itl_ms": 87.7}
+    assert decoded(CHAT, {"choices": [], "metrics": metrics | {"speculative_decoding": None}}).server_ms == {
+        "server_ttft_ms": 115.6,
+        "server_queue_ms": 0.06,
+        "server_decode_ms": 613.6,
+        "server_tpot_ms": 87.7,
+    }
+
+
+@pytest.mark.parametrize(
+    "account", [None, 5, [], {"prompt_ms": -1, "predicted_ms": None, "predicted_per_token_ms": "x"}]
+)
+def test_an_account_that_says_nothing_is_none(account):
+    assert decoded(CHAT, {"choices": [], "timings": account}).server_ms == {}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"null",
+        b"5",
+        b'"text"',
+        b"[1]",
+        b"[DONE",
+        b"<html>502</html>",
+        b"\xff\xfe",
+        b'{"choices": "x"}',
+        b'{"choices": {"0": {}}}',
+        b'{"choices": [5]}',
+        b'{"choices": [null]}',
+        b'{"choices": [{"index": "0", "text": "", "delta": {}}]}',
+        b'{"choices": [{"index": -1, "text": "", "delta": {}}]}',
+        b'{"choices": [{"index": 4294967296, "text": "", "delta": {}}]}',
+        b'{"choices": [{"finish_reason": 7}]}',
+        b'{"choices": [{"token_ids": 3}]}',
+        b'{"usage": 5}',
+        b'{"usage": {"completion_tokens": -3}}',
+        b'{"usage": {"completion_tokens": "9"}}',
+        b'{"usage": {"completion_tokens": true}}',
+        b'{"usage": {"completion_tokens": 99999999999999999999}}',
+        b'{"usage": {"prompt_tokens_details": []}}',
+    ],
+)
+def test_what_is_no_event_is_a_value_error(name, data):
+    with pytest.raises(ValueError, match=r"."):
+        DIALECTS[name].decode(data)
+    assert not DIALECTS[name].is_token(data)
+
+
+@pytest.mark.parametrize("bad", [{"delta": "x"}, {"delta": {"content": 5}}, {"delta": {"tool_calls": {"a": 1}}}])
+def test_what_is_no_chat_choice_is_a_value_error(bad):
+    with pytest.raises(ValueError, match="not a"):
+        delta(CHAT, **bad)
+
+
+@unhurried
+@given(st.binary(max_size=60) | hostile_events.map(lambda e: json.dumps(e).encode()))
+@pytest.mark.parametrize("name", DIALECTS)
+def test_hostile_events_raise_only_value_error_and_is_token_agrees(name, data):
+    dialect = DIALECTS[name]
+    try:
+        bears = any(d.bears_token for d in dialect.decode(data).deltas)
+    except ValueError:
+        bears = False
+    assert dialect.is_token(data) is bears
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("depth", [100, 300, 900, 5000])
+@pytest.mark.parametrize("key", ["error", "detail", "choices", "usage"])
+def test_deep_nesting_is_no_way_in(name, depth, key):
+    data = f'{{"{key}": {"[" * depth}1{"]" * depth}}}'.encode()
+    try:
+        assert DIALECTS[name].decode(data).error
+    except ValueError as e:
+        assert str(e)  # noqa: PT017 - either answer will do, another exception will not
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_token_agrees_with_decode_on_our_streams(name):
+    for dialect in DIALECTS.values():
+        for _, data in events(*zip(*wire(name), strict=True)).stamped:
+            assert dialect.is_token(data) is any(d.bears_token for d in dialect.decode(data).deltas)
+
+
+@pytest.mark.parametrize(("chat", "body"), captured())
+def test_every_captured_event_is_read_and_is_token_agrees(chat, body):
+    dialect = CHAT if chat else COMPLETIONS
+    bearing = 0
+    for _, data in events([0], [body]).stamped:
+        chunk = dialect.decode(data)
+        bears = any(d.bears_token for d in chunk.deltas)
+        bearing += bears
+        assert dialect.is_token(data) is bears
+        assert chunk.deltas or chunk.usage or chunk.done or chunk.error
+    assert bearing > 0 or b'"finish_reason":"stop"' in body

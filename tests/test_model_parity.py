@@ -1,0 +1,272 @@
+"""Same weights, same prompt: logits and tokens are those of transformers, in whatever pieces the engine computes."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from reference_engine import batch, model, weights
+from reference_engine.config import EngineConfig
+from reference_engine.runner import ModelRunner
+from reference_engine.scheduler import Scheduler
+from reference_engine.sequence import Sequence
+from tests.engine_models import drive, greedy, llama, outputs, prompts, runner, save, sequence
+
+pytestmark = pytest.mark.engine
+LOGITS = (
+    1e-4  # largest difference in float32, of logits up to 8; seen 3e-5, and float64 is nearer to ours than to theirs
+)
+TOKENS = 12
+
+
+class Oracle(NamedTuple):
+    weights: weights.Weights
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    hf = llama()
+    asked = prompts(32)
+    read = weights.read(save(hf, tmp_path_factory.mktemp("llama")))
+    return Oracle(read, asked, [greedy(hf, p, TOKENS) for p in asked])
+
+
+def logits_of(engine: ModelRunner, tokens: list[int], computed: int) -> torch.Tensor:
+    """[vocab] of the last token, the `computed` first being in the pool (blocks are handed out backwards)."""
+    s = sequence(tokens)
+    s.computed = computed
+    s.blocks = list(range(40, 0, -1))
+    laid_out = batch.build([(s, len(tokens) - computed)], engine.model.pages, engine.device, engine.model.pool.dtype)
+    return model.forward(engine.model, laid_out)[0]
+
+
+def logits_at(engine: ModelRunner, tokens: list[int], chunk: int) -> torch.Tensor:
+    """[len(tokens) // chunk, vocab]: of the last token of each chunk, computed chunk after chunk."""
+    ends = range(chunk, len(tokens) + 1, chunk)
+    return torch.stack([logits_of(engine, tokens[:end], end - chunk) for end in ends])
+
+
+def assert_same_logits(hf: LlamaForCausalLM, read: weights.Weights) -> None:
+    """At every position of a prompt: computed token by token, in chunks, and at once."""
+    tokens = prompts(1, seed=7)[0] + list(range(30))
+    with torch.inference_mode():
+        right = hf(torch.tensor([tokens])).logits[0]
+    engine = runner(read)
+    for chunk in (1, 5, 16, len(tokens)):
+        difference = (logits_at(engine, tokens, chunk) - right[chunk - 1 :: chunk]).abs().max().item()
+        assert difference < LOGITS, chunk
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 2},
+        {"num_key_value_heads": 1},
+        {"tie_word_embeddings": True},
+        {"head_dim": 24},
+        {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1000.0, **LLAMA3}},
+        {"rms_norm_eps": 1e-2, "num_hidden_layers": 1},
+    ],
+    ids=lambda c: ",".join(c),
+)
+def test_logits_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    hf = llama(peak=1.0, **changes)
+    assert_same_logits(hf, weights.read(save(hf, tmp_path)))
+
+
+def test_shards_are_read_as_one_file_is(tmp_path: Path) -> None:
+    hf = llama()
+    save(hf, tmp_path / "whole")
+    save(hf, tmp_path / "shards", shard="60KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    whole, shards = (list(weights.read(tmp_path / name).tensors()) for name in ("whole", "shards"))
+    assert all(torch.equal(a, b) for a, b in zip(whole, shards, strict=True))
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "llama3", **LLAMA3}])
+def test_config_spelled_as_before_transformers_5_is_the_same_model(
+    scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    rope = {"rope_theta": 77_000.0, "rope_type": "llama3" if scaling else "default", **(LLAMA3 if scaling else {})}
+    hf = llama(peak=1.0, rope_parameters=rope)
+    path = save(hf, tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps({**config, "rope_theta": 77_000.0, "rope_scaling": scaling, "torch_dtype": "float32"}))
+    assert_same_logits(hf, weights.read(tmp_path))
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path: Path) -> None:
+    hf = llama()
+    engine = runner(weights.read(save(hf, tmp_path), torch.bfloat16), dtype="bfloat16")
+    tokens = prompts(1, seed=7)[0] + list(range(30))
+    with torch.inference_mode():
+        exact = hf(torch.tensor([tokens])).logits[0]
+        theirs = (hf.to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float() - exact).abs().mean()
+    for chunk in (1, 8):
+        ours = (logits_at(engine, tokens, chunk) - exact[chunk - 1 :: chunk]).abs().mean()
+        assert 0 < ours < 1.25 * theirs
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 10_000])
+def test_tokens_are_those_of_transformers_at_any_budget(oracle: Oracle, budget: int) -> None:
+    alone = [sequence(p) for p in oracle.prompts[:4]]
+    engine = runner(oracle.weights)
+    for s in alone:
+        drive(engine, [s], budget)
+    together = [sequence(p, i) for i, p in enumerate(oracle.prompts)]
+    drive(engine, together, budget)
+    assert outputs(alone) == oracle.expected[:4]
+    assert outputs(together) == oracle.expected
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_sequence_that_was_preempted_goes_on_as_if_it_had_not_been(oracle: Oracle, every: int) -> None:
+    again = [sequence(p, i) for i, p in enumerate(oracle.prompts[:8])]
+    # every=1 with the whole budget: one sequence starts again in each step and is recomputed in it
+    drive(runner(oracle.weights), again, budget=10_000 if every == 1 else 64, preempt_every=every)
+    assert outputs(again) == oracle.expected[:8]
+
+
+def test_a_decode_is_grouped_with_others_of_any_length(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(batch.GROUP_POSITIONS, "cpu", 60)  # of contexts of 1 to 52: groups of 1 to 8
+    together = [sequence(p, i) for i, p in enumerate(oracle.prompts)]
+    drive(runner(oracle.weights), together)
+    assert outputs(together) == oracle.expected
+
+
+def scheduled(oracle: Oracle, asked: list[list[int]], **knobs: Any) -> tuple[list[Sequence], Scheduler]:
+    """Through the engine's own scheduler."""
+    knobs = {"block_size": 4, "num_blocks": 600, "max_model_len": 512, "device": "cpu"} | knobs
+    engine, scheduler = runner(oracle.weights, **knobs), Scheduler(EngineConfig(**knobs), frozenset())
+    sequences = [sequence(p, i, max_tokens=TOKENS) for i, p in enumerate(asked)]
+    for s in sequences:
+        scheduler.submit(s)
+    while scheduler.busy:
+        work = scheduler.step(scheduler.config.max_num_batched_tokens, 0)
+        scheduler.commit(work, engine.execute(work), 0)
+        scheduler.check()
+    return sequences, scheduler
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize(("budget", "blocks"), [(7, 600), (512, 600), (512, 30), (5, 30)])
+def test_scheduled_preempted_and_cached_alike(oracle: Oracle, budget: int, blocks: int, prefix_caching: bool) -> None:
+    knobs = {"max_num_batched_tokens": budget, "num_blocks": blocks, "prefix_caching": prefix_caching}
+    sequences, scheduler = scheduled(oracle, oracle.prompts, **knobs)
+    assert outputs(sequences) == oracle.expected
+    assert (scheduler.counts.preemptions > 0) == (blocks == 30)
+
+
+def test_a_cached_prefix_changes_no_token(oracle: Oracle) -> None:
+    prompt = max(oracle.prompts, key=len)
+    expected = oracle.expected[oracle.prompts.index(prompt)]
+    sequences, _ = scheduled(oracle, [prompt] * 3, max_num_seqs=1)
+    assert [s.cached for s in sequences] == [0, *[(len(prompt) - 1) // 4 * 4] * 2]
+    assert outputs(sequences) == [expected] * 3
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"logit_softcap": 30.0}, "logit_softcap is 30.0: unknown here"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters.rope_type is 'yarn'"),
+        (
+            {"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling.rope_type is 'linear'",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters lacks high_freq_factor"),
+        ({"rope_parameters": {"rope_type": "default", "beta": 2.0}}, "rope_parameters.beta is 2.0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": "absent"}, "vocab_size is None"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+    ],
+)
+def test_a_config_that_means_other_mathematics_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    edit(save(llama(), tmp_path), **changes)
+    with pytest.raises(weights.WeightsError) as error:
+        weights.read(tmp_path)
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
+    assert named in str(error.value)
+
+
+def drop(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def widen(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(65)
+
+
+def add_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+
+
+def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (drop, "lacks model.layers.1.mlp.up_proj.weight; would be right: a tensor of [112, 64]"),
+        (widen, "model.norm.weight is [65]; would be right: [64]"),
+        (add_bias, "model.layers.0.self_attn.q_proj.bias has no place"),
+        (quantise, "lm_head.weight holds torch.int8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(damage: Any, named: str, tmp_path: Path) -> None:
+    path = save(llama(), tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    damage(tensors)
+    save_file(tensors, path)
+    with pytest.raises(weights.WeightsError) as error:
+        weights.read(tmp_path)
+    assert str(error.value).startswith(str(path))
+    assert named in str(error.value)
+
+
+def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None:
+    shards = save(llama(), tmp_path / "shards", shard="60KB")
+    lost = sorted(shards.glob("*.safetensors"))[1]
+    lost.rename(tmp_path / "elsewhere")
+    with pytest.raises(weights.WeightsError, match=lost.name):
+        weights.read(shards)
+    lost.write_bytes((tmp_path / "elsewhere").read_bytes()[:-10])
+    with pytest.raises(weights.WeightsError, match=f"{lost.name}: no readable safetensors"):
+        weights.read(shards)
+    with pytest.raises(weights.WeightsError, match=r"config\.json: not there"):
+        weights.read(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(weights.WeightsError, match=r"config\.json: no JSON"):
+        weights.read(tmp_path)
+    (tmp_path / "config.json").write_bytes((shards / "config.json").read_bytes())
+    with pytest.raises(weights.WeightsError, match=r"would be right: a model\.safetensors"):
+        weights.read(tmp_path)

@@ -1,0 +1,117 @@
+import numpy as np
+import pytest
+
+from llm_bench import plan
+from llm_bench.errors import BenchError
+from llm_bench.exchange import Exchange
+from llm_bench.plan import NEVER, Load, Plan
+from llm_bench.trace import Request
+
+
+def requests(n, **facts):
+    return [Request(tokens_in=10, tokens_out=5, at_s=float(i), line=i + 2, **facts) for i in range(n)]
+
+
+def test_constant_arrivals_stand_on_an_absolute_grid():
+    due = plan.arrivals(1000, 200.0, None, seed=0)
+    assert due[0] == 0
+    assert due[-1] == 4_995_000_000  # request i is due at i * 5 ms: no error adds up
+
+
+@pytest.mark.parametrize(("burstiness", "cv"), [(0.25, 2.0), (1.0, 1.0), (4.0, 0.5)])
+def test_burstiness_is_the_gamma_shape_of_the_gaps(burstiness, cv):
+    gaps = np.diff(plan.arrivals(200_000, 10.0, burstiness, seed=1)) / 1e9
+    assert gaps.mean() == pytest.approx(0.1, rel=0.02)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.03)
+
+
+def test_arrivals_are_a_function_of_the_seed():
+    assert (plan.arrivals(50, 3.0, 1.0, 7) == plan.arrivals(50, 3.0, 1.0, 7)).all()
+    assert (plan.arrivals(50, 3.0, 1.0, 7) != plan.arrivals(50, 3.0, 1.0, 8)).any()
+
+
+def test_speed_two_takes_half_as_long():
+    due = plan.due_times(requests(4), Load(speed=2.0), seed=0)
+    assert due.tolist() == [0, 500_000_000, 1_000_000_000, 1_500_000_000]
+
+
+def test_replay_of_a_trace_without_times_is_refused_with_its_line():
+    rows = [Request(tokens_in=1, tokens_out=1, line=7)]
+    with pytest.raises(BenchError, match=r"line 7.*--concurrency or --rate"):
+        plan.due_times(rows, Load(speed=1.0), seed=0)
+
+
+def test_turns_follow_each_other_and_only_first_turns_arrive_by_rate(tmp_path):
+    rows = [
+        Request(10, 5, session="a"),
+        Request(10, 5, session="b"),
+        Request(30, 5, session="a", turn=1, tokens_new=15, think_s=0.5),
+        Request(9, 5),
+    ]
+    due = plan.due_times(rows, Load(rate=1.0, burstiness=None), seed=0)
+    assert due.tolist() == [0, 1_000_000_000, NEVER, 2_000_000_000]
+    work = Plan(rows, due, tmp_path / "spool", lambda index, previous: b"turn %d" % index)
+    assert work.first == [0, 1, 3]
+    assert work.next_turn == [2, NEVER, NEVER, NEVER]
+    assert work.think_ns == [NEVER, NEVER, 500_000_000, NEVER]
+    assert work.payload(2, Exchange()) == b"turn 2"
+
+
+def test_payloads_come_back_from_the_spool_and_the_spool_goes_away(tmp_path):
+    rows = requests(3)
+    work = Plan(rows, plan.due_times(rows, Load(concurrency=1), 0), tmp_path / "spool", lambda i, p: b"")
+    work.write(iter([b"one", b"two two", b"3"]))
+    assert [work.payload(i, None) for i in range(3)] == [b"one", b"two two", b"3"]
+    work.close()
+    assert not (tmp_path / "spool").exists()
+
+
+def test_equal_work_has_an_equal_hash(tmp_path):
+    def hash_of(payloads):
+        rows = requests(len(payloads))
+        work = Plan(rows, plan.due_times(rows, Load(concurrency=1), 0), tmp_path / "spool", lambda i, p: b"")
+        work.write(iter(payloads))
+        work.close()
+        return work.hash
+
+    assert hash_of([b"a", b"b"]) == hash_of([b"a", b"b"]) != hash_of([b"a", b"c"])
+
+
+def test_a_context_limit_refuses_skips_or_clips_and_says_how_many():
+    rows = [Request(100, 20, line=2), Request(90, 5, line=3), Request(500, 20, hash_ids=(1, 2), block_size=256, line=4)]
+    with pytest.raises(BenchError, match=r"1 of 3 requests \(33\.3%\).*line 4: 500 in \+ 20 out"):
+        plan.fit_context(rows, 200, "refuse")
+    kept, effect = plan.fit_context(rows, 200, "skip")
+    assert [r.line for r in kept] == [2, 3]
+    assert "skipped" in effect
+    clipped, effect = plan.fit_context(rows, 200, "clip")
+    assert clipped[2].tokens_in == 180
+    assert clipped[2].hash_ids == (1,)
+    assert "clipped" in effect
+    assert plan.fit_context(rows, None, "refuse") == (rows, "")
+    assert plan.fit_context(rows, 520, "refuse") == (rows, "")
+
+
+def test_skipping_a_turn_skips_its_conversation():
+    rows = [Request(10, 5, session="a"), Request(500, 5, session="a", turn=1), Request(10, 5)]
+    kept, _ = plan.fit_context(rows, 100, "skip")
+    assert kept == [rows[2]]
+
+
+def test_going_round_the_trace_keeps_order_shifts_times_and_parts_sessions():
+    rows = [Request(1, 1, at_s=0.0, session="s"), Request(2, 1, at_s=2.0)]
+    out, laps = plan.repeat(rows, 5)
+    assert [r.tokens_in for r in out] == [1, 2, 1, 2, 1]
+    assert laps == [0, 0, 1, 1, 2]
+    assert [r.at_s for r in out] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert [r.session for r in out] == ["s", "", "s/1", "", "s/2"]
+
+
+def test_a_loop_without_an_end_is_refused():
+    with pytest.raises(BenchError, match="--duration or --requests"):
+        plan.select(requests(3), Load(concurrency=2), count=None, duration_s=None, loop=True, alone_s=0.1)
+
+
+def test_a_closed_loop_with_a_duration_plans_more_than_can_be_sent():
+    rows, _ = plan.select(requests(3), Load(concurrency=4), count=None, duration_s=10.0, loop=True, alone_s=0.5)
+    assert len(rows) >= 4 * 10 / 0.5

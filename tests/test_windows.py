@@ -1,0 +1,133 @@
+"""Where windows open and close, on loops whose every moment is known."""
+
+import pytest
+
+from llm_bench import windows
+from llm_bench.errors import BenchError
+from llm_bench.windows import Window
+from tests.sample import START_NS, cell, closed_loop, ns, record
+
+CLOSED_1 = {"kind": "closed", "concurrency": 1}
+
+
+def ms(at_ns: int) -> float:
+    return (at_ns - START_NS) / 1e6
+
+
+def test_closed_loop_opens_after_two_rounds_and_closes_at_the_first_slot_left_empty() -> None:
+    # 10 slots, 100 requests of 100 ms, wave staggered by 10 ms. The 20th request ends at 290 ms, when its slot is
+    # refilled; the last leaves at 990 ms and the next end, at 1000 ms, finds nothing to send.
+    w = windows.of(closed_loop(100, 10))
+    assert (ms(w.start_ns), ms(w.end_ns)) == (290, 1000)
+    assert (w.warmup, w.requests, w.first_wave, w.state) == (29, 71, 10, "")
+
+
+def test_first_wave_outlasts_a_shorter_warmup() -> None:
+    rows = [record(0, 0, events=[500]), record(1, 0, events=[50])]
+    rows += [record(2 + i, 50 + 10 * i, events=[60 + 10 * i]) for i in range(60)]
+    rows += [record(62 + i, 500 + 10 * i, events=[510 + 10 * i]) for i in range(40)]
+    rows += [record(102, 650, events=[655])]
+    w = windows.closed(cell(rows), 2, 3, None)
+    assert ms(w.start_ns) == 500  # not 60 ms, when the third request ended
+
+
+def test_a_moment_below_n_at_the_end_of_warmup_delays_the_window() -> None:
+    # One slot, refilled 7 ms after each end.
+    w = windows.of(cell([record(i, 100 * i, events=[100 * i + 93]) for i in range(20)], load=CLOSED_1))
+    assert ms(w.start_ns) == 200  # two requests have ended at 193 ms; nothing is in flight until 200
+
+
+def test_duration_ends_the_window_and_the_shorter_of_both_decides() -> None:
+    load = {"kind": "closed", "concurrency": 10, "duration_s": 0.5}
+    assert ms(windows.of(closed_loop(100, 10, load=load)).end_ns) == 790
+    assert ms(windows.of(closed_loop(100, 10, load=load | {"duration_s": 9.0})).end_ns) == 1000
+
+
+def test_under_five_requests_a_slot_is_too_short() -> None:
+    w = windows.of(closed_loop(60, 10))
+    assert (w.requests, w.state) == (31, windows.TOO_SHORT)
+    assert windows.of(closed_loop(79, 10)).state == ""
+
+
+@pytest.mark.parametrize("n", [0, 1, 10, 20])
+def test_a_window_that_never_opens_is_the_whole_run_and_says_so(n: int) -> None:
+    w = windows.of(closed_loop(n, 10))
+    assert w.state == windows.TOO_SHORT
+    assert w.requests == n
+    assert w.rule.startswith("whole run, because")
+
+
+def test_the_gauge_decides_where_there_is_one() -> None:
+    rows = [record(i, 100 * i, events=[100 * i + 100]) for i in range(20)]
+    gauge = [(0.0, 1), (350.0, 0), (420.0, 1), (2000.0, 0)]
+    assert ms(windows.of(cell(rows, gauge, load=CLOSED_1)).start_ns) == 200
+    gauge = [(0.0, 1), (150.0, 0), (420.0, 1), (2000.0, 0)]
+    assert ms(windows.of(cell(rows, gauge, load=CLOSED_1)).start_ns) == 420
+
+
+def test_a_user_who_thinks_keeps_the_slot() -> None:
+    # One slot, conversations of two turns with 50 ms of thought between: in flight falls to 0 in each.
+    rows = []
+    for i in range(12):
+        begin = 250 * i
+        rows.append(record(2 * i, begin, events=[begin + 100], session=f"s{i}"))
+        rows.append(record(2 * i + 1, begin + 150, events=[begin + 250], session=f"s{i}", turn=1))
+    w = windows.of(cell(rows, load=CLOSED_1))
+    assert (ms(w.start_ns), ms(w.end_ns)) == (250, 3000)
+
+
+def test_open_loop_runs_from_its_share_of_warmup_to_the_last_due_time() -> None:
+    rows = [record(i, 100 * i, events=[100 * i + 30]) for i in range(101)]
+    w = windows.open_(cell(rows))
+    assert (ms(w.start_ns), ms(w.end_ns), w.warmup, w.requests) == (500, 10_000, 5, 95)
+    w = windows.open_(cell(rows), 2.0)
+    assert (ms(w.start_ns), w.warmup) == (2000, 20)
+    assert windows.open_(cell(rows), 11.0).state == windows.TOO_SHORT
+    assert windows.open_(cell(rows[:1])).state == windows.TOO_SHORT
+
+
+def overloaded(served_per_s: float) -> Window:
+    """Five requests a second for 30 s; one server; what is left at 30 s is cut."""
+    rows, free = [], 0.0
+    for k in range(150):
+        due = 200.0 * k
+        free = max(free, due) + 1000 / served_per_s
+        late = record(k, due, end=30_000, outcome="cut_at_end")
+        rows.append(record(k, due, events=[free]) if free <= 30_000 else late)
+    return windows.of(cell(rows, load={"kind": "open", "rate": 5.0}))
+
+
+def test_a_backlog_that_grows_is_named_with_its_rate() -> None:
+    w = overloaded(1.0)
+    assert w.state == windows.GROWING
+    assert f"{w.growth:.2f}" == "4.00"
+
+
+@pytest.mark.parametrize("served", [5.0, 5.5, 20.0])
+def test_at_and_below_capacity_nothing_grows(served: float) -> None:
+    assert overloaded(served).growth == 0
+
+
+def test_filling_an_empty_system_is_no_overload() -> None:
+    # 10/s for 60 s with answers of 25 s: in flight rises to 250 and stays there.
+    rows = [record(i, 100 * i, events=[100 * i + 25_000]) for i in range(600)]
+    assert windows.open_(cell(rows)).growth == 0
+
+
+def test_in_flight_is_counted_half_open() -> None:
+    at_ns, level = windows.in_flight(cell([record(0, 0, events=[10]), record(1, 10, events=[20])]))
+    assert [ms(t) for t in at_ns] == [0, 10, 20]
+    assert level.tolist() == [1, 1, 0]
+    assert windows.level_at(at_ns, level, at_ns - 1).tolist() == [0, 1, 1]
+
+
+def test_step_integral_and_overlaps_agree() -> None:
+    c = closed_loop(100, 10)
+    w = Window(ns(55), ns(777), 0, 0, "")
+    of_steps = windows.integral_s(*windows.in_flight(c), w)
+    assert of_steps == pytest.approx(windows.overlap_s(c["sent_ns"], c["end_ns"], w)) == pytest.approx(7.22, abs=0.2)
+
+
+def test_an_unknown_load_is_refused() -> None:
+    with pytest.raises(BenchError, match="closed, open, replay"):
+        windows.of(cell([record()], load={"kind": "spiral"}))

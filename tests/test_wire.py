@@ -1,0 +1,610 @@
+import asyncio
+import ssl
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from llm_bench.clock import now_ns
+from llm_bench.errors import BenchError, TargetError
+from llm_bench.exchange import (
+    CANCELLED,
+    CLOSED,
+    COMPLETE,
+    CONNECT_ERROR,
+    CONNECT_TIMEOUT,
+    CUT,
+    PROTOCOL_ERROR,
+    STALL_TIMEOUT,
+    TOTAL_TIMEOUT,
+    TRUNCATED,
+    TTFT_TIMEOUT,
+    Exchange,
+    Timeouts,
+)
+from llm_bench.wire import Tried, Wire, request_head, retrying
+from tests.scripted import (
+    END,
+    FINISH,
+    SSE_HEAD,
+    Script,
+    Scripted,
+    Seen,
+    chat_script,
+    comment,
+    deaf,
+    http_response,
+    sse,
+    token,
+    unused_port,
+)
+
+LOOPS = [asyncio.run, uvloop.run]
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+NOTICE_S = 0.05  # a limit may be passed by the time it takes to notice, and by no more
+BODY = b"Content-Length: 2\r\n\r\n{}"
+OK = http_response(200, b"{}")
+ROLE = sse({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+
+
+def bears_token(data: bytes) -> bool:
+    return b'"content": "' in data and b'"content": ""' not in data
+
+
+def wire_to(url: str, timeouts: Timeouts | None = None, **more: Any) -> Wire:
+    return Wire(url, "/chat/completions", [], timeouts or Timeouts(), bears_token, **more)
+
+
+def exchange_with(url: str, timeouts: Timeouts | None = None, run: Run = asyncio.run, **more: Any) -> Exchange:
+    async def main() -> Exchange:
+        wire = wire_to(url, timeouts)
+        exchange = await wire.send(BODY, **more)
+        wire.close()
+        return exchange
+
+    exchange: Exchange = run(main())
+    return exchange
+
+
+# ---- what is sent
+
+
+def test_the_head_holds_keys_and_the_payload_the_rest() -> None:
+    head = request_head("http://host.example:8000/v1/", "/completions", [("Authorization", "Bearer k")])
+    assert head.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: host.example:8000\r\n")
+    assert b"Authorization: Bearer k\r\n" in head
+    assert b"content-type: application/json\r\n" in head
+    assert head.endswith(b"\r\n")
+    assert not head.endswith(b"\r\n\r\n")
+
+
+def test_a_header_of_the_user_replaces_ours_and_a_query_stays_at_the_end() -> None:
+    head = request_head("https://h/openai?api-version=1", "/chat", [("content-type", "text/plain")])
+    assert head.startswith(b"POST /openai/chat?api-version=1 HTTP/1.1\r\nHost: h\r\n")
+    assert head.lower().count(b"content-type") == 1
+
+
+@pytest.mark.parametrize("header", [("A", "x\r\nB: y"), ("A\n", "x"), ("", "x"), ("A:", "x")])
+def test_a_header_that_would_break_the_lines_is_refused(header: tuple[str, str]) -> None:
+    with pytest.raises(BenchError, match="header"):
+        request_head("http://h", "/", [header])
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://h/", "http://", "http://h:x/"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(BenchError, match="http://HOST:PORT/v1 would be right"):
+        wire_to(url)
+
+
+def test_a_name_that_cannot_be_resolved_is_the_targets_error() -> None:
+    with pytest.raises(TargetError, match=r"name.invalid"):
+        wire_to("http://name.invalid/v1")
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_the_server_reads_what_was_given_whole_and_in_order(run: Run) -> None:
+    body = b"x" * 8_000_000  # more than any socket buffer holds: sent is when the last byte has left
+    with Scripted([(0, OK)]) as server:
+
+        async def main() -> Exchange:
+            wire = Wire(server.url, "/c", [("Authorization", "Bearer k")], Timeouts(), None)
+            exchange = await wire.send(b"X-Request-Id: 7\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            wire.close()
+            return exchange
+
+        begun = now_ns()
+        exchange = run(main())
+    seen = server.requests[0]
+    assert (seen.method, seen.path, seen.body) == ("POST", "/v1/c", body)
+    assert seen.headers["x-request-id"] == "7"
+    assert seen.headers["authorization"] == "Bearer k"
+    assert seen.headers["host"] == f"127.0.0.1:{server.port}"
+    assert begun < exchange.sent_ns <= exchange.first_byte_ns
+
+
+# ---- what is stamped
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_stamps_are_in_order_and_the_first_token_is_not_the_role(run: Run) -> None:
+    script: Script = [(0, SSE_HEAD), (20, ROLE), (40, comment()), (80, sse(token("a"))), (120, sse(FINISH) + END)]
+    with Scripted(script) as server:
+        exchange = exchange_with(server.url, run=run)
+    assert (exchange.ended, exchange.status, exchange.error) == (COMPLETE, 200, "")
+    assert (b"content-type", b"text/event-stream") in exchange.headers
+    assert len(exchange.read_ns) == len(exchange.pieces) == 4
+    assert exchange.sent_ns <= exchange.first_byte_ns <= exchange.read_ns[0]
+    assert exchange.first_token_ns == exchange.read_ns[2]
+    assert exchange.read_ns[2] - exchange.read_ns[0] > 50e6
+    assert list(exchange.read_ns) == sorted(exchange.read_ns)
+    assert exchange.end_ns >= exchange.read_ns[3]
+    assert exchange.bytes_in == sum(len(step[1]) for step in script if not isinstance(step, str))
+
+
+def test_events_of_one_read_share_its_stamp() -> None:
+    with Scripted([(0, SSE_HEAD + sse(token("a"), token("b"), token("c"), FINISH) + END)]) as server:
+        exchange = exchange_with(server.url)
+    assert len(exchange.pieces) == 4
+    assert len(set(exchange.read_ns)) == 1
+
+
+def test_a_step_of_the_wall_clock_moves_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(number: int, seen: Seen) -> Script:
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        monkeypatch.setattr("time.time_ns", lambda: 0)
+        return chat_script(["a", "b", "c"], ttft_ms=50, itl_ms=20)
+
+    with Scripted(answer) as server:
+        exchange = exchange_with(server.url)
+    assert 45e6 < exchange.first_token_ns - exchange.sent_ns < 150e6
+    gaps = [b - a for a, b in pairwise(exchange.read_ns)]
+    assert min(gaps) >= 0
+
+
+# ---- how it ends
+
+
+@pytest.mark.parametrize("run", LOOPS)
+@pytest.mark.parametrize(
+    ("script", "ended", "text"),
+    [
+        ([(0, b"HTTP/1.1 200 OK\r\n\r\nabc"), "close"], CLOSED, ""),
+        ([(0, b"HTTP/1.1 200 OK\r\n\r\nabc"), (20, b""), "reset"], TRUNCATED, "ConnectionResetError"),
+        ([(0, SSE_HEAD + sse(token("a"))), "close"], TRUNCATED, "1 token-bearing events"),
+        ([(0, SSE_HEAD + sse(token("a"))), (20, b""), "reset"], TRUNCATED, "ConnectionResetError"),
+        ([(0, b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"), "close"], TRUNCATED, "closed the connection"),
+        (["close"], TRUNCATED, "before a byte of the answer"),
+        (["reset"], TRUNCATED, "before a byte of the answer"),
+        ([(0, b"SSH-2.0-x\r\n\r\n")], PROTOCOL_ERROR, "HTTP/1.1"),
+        ([(0, http_response(500, b"{}"))], COMPLETE, ""),
+        ([(0, b"HTTP/1.1 100 Continue\r\n\r\n" + OK)], COMPLETE, ""),
+    ],
+)
+def test_an_end_has_the_name_of_what_the_socket_saw(script: Script, ended: str, text: str, run: Run) -> None:
+    with Scripted(script) as server:
+        exchange = exchange_with(server.url, run=run)
+    assert (exchange.ended, bool(exchange.error)) == (ended, ended not in (COMPLETE, CLOSED))
+    assert text in exchange.error
+    assert exchange.end_ns >= exchange.sent_ns > 0
+
+
+def test_a_refused_connect_names_its_class() -> None:
+    exchange = exchange_with(f"http://127.0.0.1:{unused_port()}/v1")
+    assert exchange.ended == CONNECT_ERROR
+    assert exchange.error.startswith("ConnectionRefusedError: ")
+    assert (exchange.sent_ns, exchange.status) == (0, 0)
+    assert exchange.end_ns > 0
+
+
+def test_a_name_with_an_address_on_which_nobody_listens_is_reached_by_the_other() -> None:
+    with Scripted([(0, OK)]) as server:
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url)
+            wire._addresses.insert(0, ("127.0.0.1", unused_port()))
+            got = [await wire.send(BODY), await wire.send(BODY)]
+            assert wire._addresses[0] == ("127.0.0.1", server.port)
+            wire.close()
+            return got
+
+        assert [e.ended for e in asyncio.run(main())] == [COMPLETE, COMPLETE]
+
+
+def test_a_mistake_in_our_own_code_is_raised_and_is_no_failure_of_the_target() -> None:
+    def broken(data: bytes) -> bool:
+        raise KeyError("ours")
+
+    async def main(url: str) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        wire = Wire(url, "/c", [], Timeouts(), broken)
+        with pytest.raises(KeyError, match="ours"):
+            await wire.send(BODY)
+        wire.close()
+
+    with Scripted(chat_script(["a"])) as server:
+        asyncio.run(main(server.url))
+
+
+# ---- limits (case 31)
+
+SLOW_HEAD: Script = ["hang"]
+PINGS: Script = [(0, SSE_HEAD + ROLE), *((20 * k, comment()) for k in range(1, 40)), "hang"]
+SILENT: Script = [(0, SSE_HEAD + sse(token("a"), token("b"))), "hang"]
+LIMITS = Timeouts(connect_s=0.2, ttft_s=0.3, stall_s=0.2, total_s=1.0)
+
+
+@pytest.mark.parametrize("run", LOOPS)
+@pytest.mark.parametrize(
+    ("script", "ended", "limit_s", "text"),
+    [
+        (SLOW_HEAD, TTFT_TIMEOUT, 0.3, "within 0.3 s of sending: no byte of the answer"),
+        (PINGS, TTFT_TIMEOUT, 0.3, "0 token-bearing events"),
+        (SILENT, STALL_TIMEOUT, 0.2, "2 token-bearing events, "),
+        (chat_script(["a"] * 40, 0, 50), TOTAL_TIMEOUT, 1.0, "not ended within 1 s"),
+    ],
+)
+def test_each_limit_has_a_name_a_text_and_is_noticed_at_once(
+    script: Script, ended: str, limit_s: float, text: str, run: Run
+) -> None:
+    with Scripted(script) as server:
+        exchange = exchange_with(server.url, LIMITS, run)
+    assert exchange.ended == ended
+    assert text in exchange.error
+    since = exchange.read_ns[-1] if ended == STALL_TIMEOUT else exchange.sent_ns
+    assert 0 <= (exchange.end_ns - since) / 1e9 - limit_s < NOTICE_S
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_a_server_that_never_accepts_is_a_connect_timeout(run: Run) -> None:
+    with deaf() as url:
+        begun = now_ns()
+        exchange = exchange_with(url, LIMITS, run)
+    assert exchange.ended == CONNECT_TIMEOUT
+    assert "within 0.2 s" in exchange.error
+    assert 0 <= (exchange.end_ns - begun) / 1e9 - 0.2 < NOTICE_S
+
+
+def test_the_last_reads_age_is_in_the_text_of_a_stall() -> None:
+    with Scripted(SILENT) as server:
+        exchange = exchange_with(server.url, LIMITS)
+    age_s = float(exchange.error.rpartition("the last read ")[2].removesuffix(" s ago"))
+    assert 0.2 <= age_s < 0.2 + NOTICE_S
+
+
+def test_comments_after_the_first_token_hold_the_stall_off_and_no_hidden_limit_ends_a_steady_stream() -> None:
+    pings: Script = [(0, SSE_HEAD + sse(token("a"))), *((100 * k, comment()) for k in range(1, 8)), (800, END)]
+    with Scripted(pings) as server:
+        exchange = exchange_with(server.url, Timeouts(0.5, 0.3, 0.2, None))
+    assert exchange.ended == COMPLETE
+
+
+def test_a_body_that_is_no_event_stream_is_held_to_the_first_byte_and_the_total_only() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n"
+    with Scripted([(0, head), (200, b"ab"), (700, b"cd")]) as server:
+        assert exchange_with(server.url, LIMITS).ended == COMPLETE
+    with Scripted([(0, head), "hang"]) as server:
+        assert exchange_with(server.url, LIMITS).ended == TTFT_TIMEOUT
+
+
+def test_without_limits_a_slow_answer_is_waited_for() -> None:
+    with Scripted([(400, OK)]) as server:
+        assert exchange_with(server.url, Timeouts(None, None, None, None)).ended == COMPLETE
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_a_cancel_closes_the_socket_at_its_time_and_the_server_sees_it(run: Run) -> None:
+    with Scripted(chat_script(["a"] * 50, 0, 20)) as server:
+        exchange = exchange_with(server.url, run=run, cancel_after_s=0.15)
+        until = time.monotonic() + 1
+        while not server.closed and time.monotonic() < until:
+            time.sleep(0.005)
+        assert len(server.closed) == 1
+        assert abs(server.closed[0][1] - exchange.end_ns) < NOTICE_S * 1e9
+    assert exchange.ended == CANCELLED
+    assert "as planned" in exchange.error
+    assert 0 <= (exchange.end_ns - exchange.sent_ns) / 1e9 - 0.15 < NOTICE_S
+
+
+# ---- the pool
+
+
+def test_answers_one_after_another_share_a_connection() -> None:
+    with Scripted(chat_script(["a"])) as server:
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url)
+            got = [await wire.send(BODY) for _ in range(5)]
+            wire.close()
+            return got
+
+        got = asyncio.run(main())
+    assert {e.ended for e in got} == {COMPLETE}
+    assert (server.connections, len(server.requests)) == (1, 5)
+    assert sum(e.reconnects for e in got) == 0
+
+
+@pytest.mark.parametrize("answer", [http_response(200, b"{}", {"Connection": "close"}), b"HTTP/1.0 200 OK\r\n\r\n{}"])
+def test_a_connection_that_the_server_ends_is_not_kept(answer: bytes) -> None:
+    with Scripted([(0, answer), "close"]) as server:
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url)
+            got = [await wire.send(BODY) for _ in range(3)]
+            wire.close()
+            return got
+
+        got = asyncio.run(main())
+    assert {e.ended for e in got} <= {COMPLETE, CLOSED}
+    assert server.connections == 3
+    assert sum(e.reconnects for e in got) == 0
+
+
+@pytest.mark.parametrize("run", LOOPS)
+@pytest.mark.parametrize("then", ["close", "reset"])
+@pytest.mark.parametrize("pause_s", [0.0, 0.02])
+def test_a_server_that_promises_keep_alive_and_closes_costs_reconnects_and_no_errors(
+    run: Run, then: str, pause_s: float
+) -> None:
+    """llama.cpp closes 0.1 ms after each streamed reply: the next request meets the close before or after its write."""
+    with Scripted([*chat_script(["a", "b"]), then]) as server:
+
+        async def user(wire: Wire) -> list[Exchange]:
+            got = []
+            for _ in range(20):
+                got.append(await wire.send(BODY))
+                await asyncio.sleep(pause_s)
+            return got
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url)
+            got = [e for each in await asyncio.gather(*(user(wire) for _ in range(4))) for e in each]
+            wire.close()
+            return got
+
+        got = run(main())
+    failed = [e.error for e in got if e.ended != COMPLETE]
+    assert failed == []
+    assert server.connections >= 80
+    assert 70 <= sum(e.reconnects for e in got) <= server.connections
+
+
+def test_a_fresh_connection_that_closes_without_an_answer_is_the_servers_failure_and_is_not_sent_again() -> None:
+    with Scripted(lambda number, seen: [(0, OK)] if number == 0 else ["close"]) as server:
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url)
+            got = [await wire.send(BODY), await wire.send(BODY)]
+            wire.close()
+            return got
+
+        first, second = asyncio.run(main())
+    assert first.ended == COMPLETE
+    assert (second.ended, second.reconnects) == (TRUNCATED, 1)  # once more, and no third time
+    assert len(server.requests) == 3
+
+
+def test_bytes_that_nobody_asked_for_cost_the_connection_and_no_answer() -> None:
+    with Scripted([(0, OK), (30, OK)]) as server:
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url)
+            first = await wire.send(BODY)
+            await asyncio.sleep(0.1)
+            assert wire.idle == []
+            second = await wire.send(BODY)
+            wire.close()
+            return [first, second]
+
+        assert [e.ended for e in asyncio.run(main())] == [COMPLETE, COMPLETE]
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_256_requests_in_flight_have_256_connections(run: Run) -> None:
+    with Scripted([(500, OK)]) as server:
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url)
+            got = await asyncio.gather(*(wire.send(BODY) for _ in range(256)))
+            wire.close()
+            return list(got)
+
+        got = run(main())
+    assert {e.ended for e in got} == {COMPLETE}
+    assert (server.peak, server.connections) == (256, 256)
+
+
+# ---- the end of a run
+
+
+@pytest.mark.parametrize("run", LOOPS)
+@pytest.mark.parametrize("script", [["hang"], [(0, SSE_HEAD + sse(token("a"))), "hang"]])
+def test_a_cancelled_task_gets_what_was_seen_so_far_as_cut(script: Script, run: Run) -> None:
+    with Scripted(script) as server:
+
+        async def main() -> Exchange:
+            wire = wire_to(server.url)
+            task = asyncio.create_task(wire.send(BODY))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            exchange = await task
+            assert not wire.busy
+            wire.close()
+            return exchange
+
+        exchange = run(main())
+    assert exchange.ended == CUT
+    assert len(exchange.pieces) == len(script) - 1
+    assert exchange.error
+
+
+def test_a_task_cancelled_while_it_connects_is_cut_and_was_never_sent() -> None:
+    async def main(url: str) -> Exchange:
+        task = asyncio.create_task(wire_to(url).send(BODY))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        return await task
+
+    with deaf() as url:
+        exchange = asyncio.run(main(url))
+    assert (exchange.ended, exchange.sent_ns) == (CUT, 0)
+
+
+def test_close_cuts_what_is_in_flight() -> None:
+    with Scripted(["hang"]) as server:
+
+        async def main() -> Exchange:
+            wire = wire_to(server.url)
+            task = asyncio.create_task(wire.send(BODY))
+            await asyncio.sleep(0.05)
+            wire.close()
+            return await task
+
+        assert asyncio.run(main()).ended == CUT
+
+
+# ---- retries (case 30)
+
+
+def sending(url: str, retries: int, act: Callable[[Callable[[], Awaitable[Tried]]], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        wire = wire_to(url)
+        send = retrying(wire.send, retries)
+        got = await act(lambda: send(BODY, None))
+        wire.close()
+        return got
+
+    return asyncio.run(main())
+
+
+def ten(send: Callable[[], Awaitable[Tried]]) -> Awaitable[list[Tried]]:
+    return asyncio.gather(*(send() for _ in range(10)))
+
+
+def ten_of_case_30(number: int, seen: Seen) -> Script:
+    if number < 4:
+        return [(0, http_response(503, b"{}"))]
+    if number < 6:
+        return [(0, http_response(429, b"{}", {"Retry-After": "1"}))]
+    return [(100, OK)]
+
+
+def test_without_retries_a_503_is_a_503() -> None:
+    with Scripted(ten_of_case_30) as server:
+        got = sending(server.url, 0, ten)
+    assert sorted(t.exchange.status for t in got) == [200] * 4 + [429] * 2 + [503] * 4
+    assert {(t.attempts, t.retry_wait_ns, t.exchange is t.first) for t in got} == {(1, 0, True)}
+
+
+def test_with_a_retry_the_latency_runs_from_the_first_attempt_and_the_first_stays_visible() -> None:
+    with Scripted(ten_of_case_30) as server:
+        got = sending(server.url, 1, ten)
+    assert [t.exchange.status for t in got] == [200] * 10
+    assert sum(t.attempts for t in got) == len(server.requests) == 16
+    assert sum(t.first.status == 200 for t in got) == 4
+
+    def latency_s(t: Tried) -> float:
+        return (t.exchange.end_ns - t.exchange.sent_ns) / 1e9
+
+    for t in got:
+        wait_s = {503: 0.5, 429: 1.0, 200: 0.0}[t.first.status]  # 429 said 1 s; 503 said nothing
+        assert wait_s <= t.retry_wait_ns / 1e9 < wait_s + 0.1
+        assert t.exchange.sent_ns == t.first.sent_ns
+        assert wait_s + 0.1 <= latency_s(t) + 0.01 < wait_s + 0.3
+
+
+def test_a_date_in_retry_after_is_read_against_the_servers_own_clock() -> None:
+    later = {"Date": "Mon, 01 Jan 2001 00:00:00 GMT", "Retry-After": "Mon, 01 Jan 2001 00:00:01 GMT"}
+    with Scripted(lambda number, seen: [(0, http_response(503, b"{}", later) if number == 0 else OK)]) as server:
+        tried = sending(server.url, 1, lambda send: send())
+    assert 1.0 <= tried.retry_wait_ns / 1e9 < 1.1
+
+
+def test_retries_end_and_their_waits_double() -> None:
+    with Scripted([(0, http_response(500, b"{}"))]) as server:
+        tried = sending(server.url, 2, lambda send: send())
+    assert (tried.attempts, tried.exchange.status, len(server.requests)) == (3, 500, 3)
+    assert 1.5 <= tried.retry_wait_ns / 1e9 < 1.6
+
+
+def test_a_refused_connect_is_tried_again_and_a_400_is_not() -> None:
+    refused = sending(f"http://127.0.0.1:{unused_port()}/v1", 1, lambda send: send())
+    assert (refused.attempts, refused.exchange.ended, refused.first.ended) == (2, CONNECT_ERROR, CONNECT_ERROR)
+    with Scripted([(0, http_response(400, b"{}"))]) as server:
+        assert sending(server.url, 3, lambda send: send()).attempts == 1
+
+
+def test_a_run_that_ends_during_a_wait_cuts_the_request_and_keeps_its_first_attempt() -> None:
+    async def act(send: Callable[[], Awaitable[Tried]]) -> Tried:
+        task = asyncio.ensure_future(send())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        return await task
+
+    with Scripted([(0, http_response(503, b"{}", {"Retry-After": "30"}))]) as server:
+        tried = sending(server.url, 1, act)
+    assert (tried.exchange.ended, tried.first.status, tried.attempts) == (CUT, 503, 1)
+    assert "503" in tried.exchange.error
+    assert 0.05 < tried.retry_wait_ns / 1e9 < 0.5
+
+
+# ---- https
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    try:
+        made = subprocess.run(
+            [*command.split(), "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert],
+            capture_output=True,
+        )
+    except FileNotFoundError:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    assert made.returncode == 0, made.stderr
+    return key, cert
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_https_is_checked_by_name_and_carries_a_stream(certificate: tuple[Path, Path], run: Run) -> None:
+    key, cert = certificate
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(SSE_HEAD + sse(token("a"), FINISH) + END)
+        await reader.read()
+        writer.close()
+
+    async def main() -> tuple[Exchange, Exchange]:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # the refused handshake
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(cert, key)
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+        url = f"https://localhost:{server.sockets[0].getsockname()[1]}/v1"
+        trusting, wary = wire_to(url, cafile=str(cert)), wire_to(url)
+        got = await trusting.send(BODY), await wary.send(BODY)
+        trusting.close()
+        wary.close()
+        await asyncio.sleep(0.05)
+        server.close()
+        return got
+
+    trusted, refused = run(main())
+    assert trusted.ended == COMPLETE, trusted.error
+    assert 0 < trusted.sent_ns <= trusted.first_token_ns
+    assert refused.ended == CONNECT_ERROR
+    assert "certificate" in refused.error.lower()
+
+
+def test_a_file_without_certificates_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.write_text("")
+    with pytest.raises(BenchError, match=r"empty.pem"):
+        wire_to("https://localhost/v1", cafile=str(empty))
