@@ -14,8 +14,8 @@ from llm_bench.driver import Flight
 from llm_bench.exchange import Exchange, Timeouts
 from llm_bench.plan import Load
 from llm_bench.records import OUTCOMES, Record
+from llm_bench.request import Request
 from llm_bench.targets import Probe, Target
-from llm_bench.trace import Request
 from llm_bench.wire import Tried
 
 RAW_LIMIT = 65536  # bytes of a failed response that are kept

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from llm_bench.errors import BenchError
-from llm_bench.trace import Request
+from llm_bench.request import Request
 
 JsonObject = dict[str, Any]  # what a peer sent: every value is checked before it is used
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from llm_bench.errors import BenchError
 from llm_bench.exchange import Exchange
-from llm_bench.trace import Request
+from llm_bench.request import Request
 
 NEVER = -1  # in due_ns and think_ns: the driver decides, when a slot or the turn before is done
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm_bench.errors import BenchError
-from llm_bench.trace import Request
+from llm_bench.request import Request
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -19,6 +19,7 @@ from llm_bench.cell import Cell, Options
 from llm_bench.errors import BenchError
 from llm_bench.measure import Say, measure
 from llm_bench.plan import Load
+from llm_bench.request import Trace
 from llm_bench.targets import Target
 
 
@@ -82,9 +83,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
                 end = measure(cell, book.header({"too_long": effect}), say, live)
                 book.end_cell(cell.name, end)
                 if end["turns_not_sent"]:
-                    say(
-                        f"{cell.name}: {end['turns_not_sent']} later turns were not sent: one before them failed or was cut"
-                    )
+                    say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
                 if end["reason"] == "interrupted":
                     return Ended(interrupted=True)
                 if end["reason"] == "target gone":
@@ -105,7 +104,7 @@ def _make_folder(out: Path) -> None:
 class Book:
     """run.json: what was asked, on what machine, how each cell ended. Written anew, atomically, after each cell."""
 
-    def __init__(self, job: Job, options: Options, rows: trace.Trace) -> None:
+    def __init__(self, job: Job, options: Options, rows: Trace) -> None:
         self.path = options.out / "run.json"
         self.run_id = secrets.token_hex(4)
         self.facts: dict[str, Any] = {

@@ -25,7 +25,7 @@ from llm_bench.dialects import DIALECTS, Ask
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import CLOSED, COMPLETE, CONNECT_ERROR, Exchange
 from llm_bench.prompts import Sizer, probe_text
-from llm_bench.trace import Request
+from llm_bench.request import Request
 
 # Targets that need no server of the user's: each is a process of its own that says on stdout where it listens.
 BUILT_IN: dict[str, tuple[str, ...]] = {

@@ -1,257 +1,37 @@
-"""Request: one row of work. FORMATS: how each public trace format says it. read(path): a Trace, checked row by row."""
+"""read(path): a Trace of any of the FORMATS, checked row by row; write(path): the same in our own format."""
 
 import csv
 import gzip
 import json
 import math
-import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import date
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from decimal import Decimal
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO
 
 from llm_bench.errors import BenchError
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request of a trace. Exactly one of prompt, messages, prompt_token_ids may be given; none: text is made up."""
-
-    tokens_in: int  # prompt tokens planned, chat template not counted; cumulative over a session's turns
-    tokens_out: int | None  # answer tokens asked; None: the server decides
-    at_s: float | None = None  # seconds since the trace's first request
-    prompt: str | None = None
-    messages: tuple[Mapping[str, Any], ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    hash_ids: tuple[int, ...] = ()  # one id per block of the prompt: equal ids in equal places are equal text
-    block_size: int = 0  # tokens of a block, 0 without hash_ids
-    session: str = ""  # turns of one conversation share it; "" is a conversation of one turn
-    turn: int = 0
-    tokens_new: int = 0  # of tokens_in, what this turn's user adds (turn > 0 only)
-    think_s: float | None = None  # pause after the end of the turn before; None: not before at_s
-    request_class: str = ""
-    priority: int = 0
-    cancel_after_s: float | None = None  # the client leaves this long after sending
-    model: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)  # put into the body as it stands
-    line: int = 0  # of the trace file, for errors
-
-
-class Trace(NamedTuple):
-    """What a file held, and what its reader has to say about it."""
-
-    requests: list[Request]
-    format: str
-    path: str
-    notes: list[str]  # statements for the user: unit, resolution, reading used, "prompts are unique ..."
-    skipped: dict[str, int]  # reason -> rows left out, each counted in the report
-
-
-# -- one row ----------------------------------------------------------------------------------------------------------
-# A row's reader gets the line's values by name and gives a Row. ValueError: what was found, what would be right.
-
-Values = Mapping[str, Any]
-Row = tuple[int | None, Request]  # (its time in ns, on the trace's own scale; the request without at_s)
-UNITS = {"s": 10**9, "ms": 10**6}  # ns
-LATEST = 10**16  # of any unit: a larger time is a mistake, and would not fit in an int64 of ns
-HEADER = "llm_bench_trace"  # first key of our own format's header line; its value is the version
-HEADER_KEYS = {HEADER, "unit", "block_size", "turns", "about"}
-TURNS = ("cumulative", "new")  # a turn's input length: the whole prompt, or what the user adds
-NO_TURN = -1  # the row names no turn: its place in the file does
-FAILED, EMPTY, BAD = "failed in the trace", "empty", "bad row"  # reasons of Trace.skipped
-
-
-class Reading(NamedTuple):
-    """What holds for every row of one file."""
-
-    unit_ns: int
-    block_size: int
-    turns: str | None  # one of TURNS; None: to be found out
-
-
-class Format(NamedTuple):
-    """How one public trace format says a Request. A new format is a new row of FORMATS."""
-
-    about: str
-    keys: tuple[str, ...]  # every name that a row may have; another one is refused
-    detect: Callable[[Values], bool]  # of the first line: its values by name (a CSV's column names, each None)
-    row: Callable[[Values, Reading], Row]
-    unit: str  # of its times: a key of UNITS, or "date-time"
-    block_size: int = 0
-    header: bool = False  # a first JSON line says how the rows are meant
-
-
-def _found(value: object, right: str) -> str:
-    return f"{value!r}, expected {right}"
-
-
-def _count(values: Values, *names: str) -> int | None:
-    """The whole number under the first of `names` that is there; the others are other names of the same thing."""
-    given = {name: values[name] for name in names if values.get(name) is not None}
-    for name, value in given.items():
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {_found(value, 'a whole number, 0 or more')}")
-    if len(set(given.values())) > 1:
-        raise ValueError(f"{given} name the same thing and differ; keep one of them")
-    return next(iter(given.values()), None)
-
-
-def _must(value: int | None, name: str) -> int:
-    if value is None:
-        raise ValueError(f"{name} is missing, expected a whole number, 0 or more")
-    return value
-
-
-def _nanoseconds(values: Values, name: str, unit_ns: int) -> int | None:
-    value = values.get(name)
-    if value is None:
-        return None
-    if type(value) not in (int, float, Decimal) or not 0 <= value < LATEST:
-        raise ValueError(f"{name} is {_found(value, 'a number, 0 or more')}")
-    return round(Decimal(value) * unit_ns)
-
-
-def _seconds(values: Values, name: str, unit_ns: int = 10**9) -> float | None:
-    ns = _nanoseconds(values, name, unit_ns)
-    return None if ns is None else ns / 1e9
-
-
-def _whole_numbers(values: Values, name: str) -> tuple[int, ...]:
-    value = values.get(name)
-    if value is None:
-        return ()
-    if type(value) is not list or any(type(x) is not int for x in value):
-        raise ValueError(f"{name} is {str(value)[:60]}, expected a list of whole numbers")
-    return tuple(value)
-
-
-def _text(values: Values, name: str) -> str:
-    value = values.get(name)
-    if value is None:
-        return ""
-    if type(value) not in (str, int):
-        raise ValueError(f"{name} is {_found(value, 'text')}")
-    return str(value)
-
-
-_STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?(?:(Z)|([+-])(\d\d):?(\d\d))?", re.A)
-
-
-def _date_time(text: object) -> int:
-    """Nanoseconds since year 1, UTC where no zone is said; exact, where datetime would stop at microseconds."""
-    match = _STAMP.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError(f"TIMESTAMP is {_found(text, 'a date and time like 2023-11-16 18:15:46.6805900')}")
-    year, month, day, hour, minute, second = map(int, match.groups()[:6])
-    fraction, _, sign, zone_hours, zone_minutes = match.groups()[6:]
-    if hour > 23 or minute > 59 or second > 59:
-        raise ValueError(f"TIMESTAMP is {_found(text, 'an hour of a day')}")
-    try:
-        days = date(year, month, day).toordinal()
-    except ValueError as e:
-        raise ValueError(f"TIMESTAMP is {text!r}: {e}") from None
-    seconds = ((days * 24 + hour) * 60 + minute) * 60 + second
-    if sign:
-        seconds -= (1 if sign == "+" else -1) * (int(zone_hours) * 60 + int(zone_minutes)) * 60
-    return seconds * 10**9 + int((fraction or "").ljust(9, "0"))
-
-
-def _azure_row(v: Values, reading: Reading) -> Row:
-    tokens_in, tokens_out = _count(v, "ContextTokens"), _count(v, "GeneratedTokens")
-    return _date_time(v["TIMESTAMP"]), Request(_must(tokens_in, "ContextTokens"), _must(tokens_out, "GeneratedTokens"))
-
-
-def _mooncake_row(v: Values, reading: Reading) -> Row:
-    tokens_out = _must(_count(v, "output_length", "output_tokens"), "output_length")
-    hash_ids = _whole_numbers(v, "hash_ids")
-    return _nanoseconds(v, "timestamp", reading.unit_ns), Request(
-        tokens_in=_must(_count(v, "input_length"), "input_length"),
-        tokens_out=tokens_out,
-        hash_ids=hash_ids,
-        block_size=reading.block_size if hash_ids else 0,
-        session=_text(v, "session_id"),
-        turn=NO_TURN,
-        think_s=_seconds(v, "delay", reading.unit_ns),
-    )
-
-
-def _own_row(v: Values, reading: Reading) -> Row:
-    prompt, messages, token_ids = v.get("prompt"), v.get("messages"), _whole_numbers(v, "prompt_token_ids")
-    given = [name for name in ("prompt", "messages", "prompt_token_ids") if v.get(name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"both {given[0]} and {given[1]} are given, expected at most one of them")
-    if prompt is not None and not isinstance(prompt, str):
-        raise ValueError(f"prompt is {_found(prompt, 'text')}")
-    if messages is not None and not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
-        raise ValueError(f"messages is {_found(messages, 'a list of objects')}")
-    extra = v.get("extra") or {}
-    if not isinstance(extra, dict):
-        raise ValueError(f"extra is {_found(extra, 'an object')}")
-    priority = v.get("priority") or 0
-    if type(priority) is not int:
-        raise ValueError(f"priority is {_found(priority, 'a whole number')}")
-    tokens_in, turn = _count(v, "input_length"), _count(v, "turn")
-    if tokens_in is None:  # only a text may leave its length to the target
-        tokens_in = len(token_ids) if given else _must(None, "input_length")
-    elif token_ids and tokens_in != len(token_ids):
-        raise ValueError(f"input_length is {tokens_in}, but there are {len(token_ids)} prompt_token_ids")
-    hash_ids = _whole_numbers(v, "hash_ids")
-    return _nanoseconds(v, "timestamp", reading.unit_ns), Request(
-        tokens_in=tokens_in,
-        tokens_out=_count(v, "output_length", "output_tokens"),
-        prompt=prompt,
-        messages=None if messages is None else tuple(messages),
-        prompt_token_ids=token_ids or None,
-        hash_ids=hash_ids,
-        block_size=reading.block_size if hash_ids else 0,
-        session=_text(v, "session_id"),
-        turn=NO_TURN if turn is None else turn,
-        think_s=_seconds(v, "delay", reading.unit_ns) if v.get("think_s") is None else _seconds(v, "think_s"),
-        request_class=_text(v, "class"),
-        priority=priority,
-        cancel_after_s=_seconds(v, "cancel_after_s"),
-        model=_text(v, "model"),
-        extra=extra,
-    )
-
-
-_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_MOONCAKE = ("timestamp", "input_length", "output_length", "output_tokens", "hash_ids", "session_id", "delay")
-_OWN_TEXT = ("prompt", "messages", "prompt_token_ids")
-_OWN = (*_MOONCAKE, *_OWN_TEXT, "turn", "think_s", "class", "priority", "cancel_after_s", "model", "extra")
-
-
-FORMATS: dict[str, Format] = {
-    "llm-bench": Format(
-        about=f'JSONL, first line {{"{HEADER}": 1}}',
-        keys=_OWN,
-        detect=lambda first: HEADER in first,
-        row=_own_row,
-        unit="s",
-        header=True,
-    ),
-    "azure-2023": Format(
-        about=f"CSV of {', '.join(_AZURE)}",
-        keys=_AZURE,
-        detect=lambda first: set(_AZURE) <= first.keys(),
-        row=_azure_row,
-        unit="date-time",
-    ),
-    "mooncake": Format(
-        about="JSONL of timestamp, input_length, output_length, hash_ids",
-        keys=_MOONCAKE,
-        detect=lambda first: {"timestamp", "input_length"} <= first.keys() <= set(_MOONCAKE),
-        row=_mooncake_row,
-        unit="ms",
-        block_size=512,
-    ),
-}
-
+from llm_bench.formats import (
+    BAD,
+    EMPTY,
+    FAILED,
+    FORMATS,
+    HEADER,
+    HEADER_KEYS,
+    NO_TURN,
+    TURNS,
+    UNITS,
+    Format,
+    Reading,
+    Row,
+    Values,
+    count,
+    found,
+)
+from llm_bench.request import Request, Trace
 
 # -- one file ---------------------------------------------------------------------------------------------------------
 
@@ -308,7 +88,7 @@ def _csv_values(columns: list[str], text: str) -> Values:
 def _detect(first: Values, asked: str | None) -> str:
     """The one format that the first line can be, which must be the one asked for."""
     if asked and asked not in FORMATS:
-        raise ValueError(f"format {_found(asked, 'one of ' + ', '.join(FORMATS))}")
+        raise ValueError(f"format {found(asked, 'one of ' + ', '.join(FORMATS))}")
     names = [name for name, form in FORMATS.items() if form.detect(first) and asked in (None, name)]
     if not names:
         known = "; ".join(f"{name} ({form.about})" for name, form in FORMATS.items())
@@ -327,10 +107,10 @@ def _header(form: Format, head: Values, unit: str | None, size: int | None, turn
     unit = unit or said.get("unit") or form.unit
     turns = turns or said.get("turns")
     if unit not in (*UNITS, form.unit):
-        raise ValueError(f"unit {_found(unit, 's or ms')}")
+        raise ValueError(f"unit {found(unit, 's or ms')}")
     if turns not in (None, *TURNS):
-        raise ValueError(f"turns {_found(turns, ' or '.join(TURNS))}")
-    size = (_count(said, "block_size") or form.block_size) if size is None else size
+        raise ValueError(f"turns {found(turns, ' or '.join(TURNS))}")
+    size = (count(said, "block_size") or form.block_size) if size is None else size
     return Reading(UNITS.get(unit, 1), size, turns), unit
 
 

@@ -50,7 +50,7 @@ def dialects() -> str:
 
 
 def formats() -> str:
-    from llm_bench.trace import FORMATS
+    from llm_bench.formats import FORMATS
 
     return "\n".join(
         ["| format | what it is |", "|---|---|"] + [f"| `{name}` | {row.about} |" for name, row in FORMATS.items()]

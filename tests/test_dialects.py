@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from llm_bench.dialects import DIALECTS, Ask, Chunk, Delta, Usage
 from llm_bench.errors import BenchError
 from llm_bench.http1 import events
-from llm_bench.trace import Request
+from llm_bench.request import Request
 from tests.fixtures import NAMES, captured, hostile_events, unhurried, wire
 
 CHAT, COMPLETIONS = DIALECTS["openai-chat"], DIALECTS["openai-completions"]

@@ -5,7 +5,7 @@ from llm_bench import plan
 from llm_bench.errors import BenchError
 from llm_bench.exchange import Exchange
 from llm_bench.plan import NEVER, Load, Plan
-from llm_bench.trace import Request
+from llm_bench.request import Request
 
 
 def requests(n, **facts):

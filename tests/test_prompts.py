@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from llm_bench.errors import BenchError
 from llm_bench.prompts import WORDS, Sizer, fill, probe_text, prompt_hash, turn_text
-from llm_bench.trace import Request, read
+from llm_bench.request import Request
+from llm_bench.trace import read
 
 ROOT = Path(__file__).parents[1]
 WORD_TOKENS = Sizer()  # a token a word

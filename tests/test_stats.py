@@ -106,7 +106,7 @@ def test_wilson_known_answers() -> None:
     assert stats.wilson(50, 50).low == pytest.approx(0.929, abs=5e-4)
     assert stats.wilson(30, 50).high == pytest.approx(0.724, abs=5e-4)
     assert stats.wilson(73, 73).low > 0.95 > stats.wilson(72, 72).low
-    assert stats.wilson(0, 10).low == 0 and stats.wilson(10, 10).high == 1  # noqa: PT018
+    assert stats.wilson(0, 10).low == 0 and stats.wilson(10, 10).high == 1
 
 
 @given(st.integers(1, 500), st.data())

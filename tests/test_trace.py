@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_bench.errors import BenchError
-from llm_bench.trace import FORMATS, Request, Trace, prefix_bound, read, write
+from llm_bench.formats import FORMATS
+from llm_bench.request import Request, Trace
+from llm_bench.trace import prefix_bound, read, write
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"

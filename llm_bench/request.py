@@ -1,0 +1,39 @@
+"""Request, one row of work; Trace, what a file of them held."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace. Exactly one of prompt, messages, prompt_token_ids may be given; none: text is made up."""
+
+    tokens_in: int  # prompt tokens planned, chat template not counted; cumulative over a session's turns
+    tokens_out: int | None  # answer tokens asked; None: the server decides
+    at_s: float | None = None  # seconds since the trace's first request
+    prompt: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    hash_ids: tuple[int, ...] = ()  # one id per block of the prompt: equal ids in equal places are equal text
+    block_size: int = 0  # tokens of a block, 0 without hash_ids
+    session: str = ""  # turns of one conversation share it; "" is a conversation of one turn
+    turn: int = 0
+    tokens_new: int = 0  # of tokens_in, what this turn's user adds (turn > 0 only)
+    think_s: float | None = None  # pause after the end of the turn before; None: not before at_s
+    request_class: str = ""
+    priority: int = 0
+    cancel_after_s: float | None = None  # the client leaves this long after sending
+    model: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # put into the body as it stands
+    line: int = 0  # of the trace file, for errors
+
+
+class Trace(NamedTuple):
+    """What a file held, and what its reader has to say about it."""
+
+    requests: list[Request]
+    format: str
+    path: str
+    notes: list[str]  # statements for the user: unit, resolution, reading used, "prompts are unique ..."
+    skipped: dict[str, int]  # reason -> rows left out, each counted in the report
