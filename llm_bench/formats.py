@@ -1,6 +1,6 @@
 """How each public trace format says a Request: FORMATS, found by keys that only they have. A row at a time, no files.
 
-A row's reader gets the line's values by name and gives a Row, or raises ValueError: what was found, what would be right.
+A row's reader gets the line's values by name and gives a Row; ValueError says what was found, what would be right.
 """
 
 import re

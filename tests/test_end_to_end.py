@@ -214,8 +214,8 @@ def test_cells_and_runs_do_not_meet_each_others_cache_unless_asked_to(tmp_path):
     first, second = prompts("a"), prompts("b")
     assert len({p.split()[0] + p.split()[1] for p in first + second}) == 20  # from the first words on
     again = [prompts("c", "--reuse-prompts"), prompts("d", "--reuse-prompts")]
-    assert again[0] == again[1]
-    assert again[0][:5] == again[0][5:]
+    assert sorted(again[0]) == sorted(again[1])  # two slots may overtake each other
+    assert sorted(again[0][:5]) == sorted(again[0][5:])
 
 
 def test_requests_over_the_context_stop_the_run_before_any_load(tmp_path):
