@@ -148,6 +148,20 @@ class _Tally:
         if usage is not None:
             self._usage(usage, chunk.deltas)
 
+    def add_plain(self, stamps: list[int], texts: list[str]) -> None:
+        """As `add` of so many events with nothing but content of choice 0, for a tenth of the time."""
+        text = "".join(texts)
+        self.choices.add(0)
+        self.bore = True
+        self.used_total = self.used[0] = -1
+        self.all_text.setdefault(0, []).append(text)
+        self.text_bytes += len(text) if text.isascii() else len(text.encode())
+        self.text.append(text)
+        self.event_tokens += [-1] * len(texts)
+        self.event_choice += [0] * len(texts)
+        self.event_ns += stamps
+        self.first_answer_ns = self.first_answer_ns or stamps[0]
+
     def _rise(self, delta: Delta, usage: Usage) -> int:
         """Tokens by which this choice's cumulative usage grew; -1: what it was before is not known."""
         before = self.used.get(delta.choice, 0)
@@ -228,13 +242,26 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     else:
         body = b"".join(exchange.pieces)
         stamped, comments, leftover = [(0, body)] if body else [], 0, b""
+    plain = dialect.plain
+    stamps: list[int] = []  # of plain events since the last other one, and their texts
+    texts: list[str] = []
     for ns, data in stamped:
+        text = plain(data) if is_stream else None
+        if text is not None:
+            stamps.append(ns)
+            texts.append(text)
+            continue
+        if texts:
+            tally.add_plain(stamps, texts)
+            stamps, texts = [], []
         try:
             chunk = dialect.decode(data)
         except ValueError as e:
             garbage = garbage or f"cannot be read: {e}: {_shown(data, 80)}"
             continue
         tally.add(ns, chunk)
+    if texts:
+        tally.add_plain(stamps, texts)
     return _Body(tally, is_stream, comments, leftover, garbage)
 
 

@@ -59,6 +59,9 @@ class Dialect(NamedTuple):
     encode: Callable[[Request, Ask], bytes]  # the body; request.prompt or .messages or .prompt_token_ids is filled in
     decode: Callable[[bytes], Chunk]  # one event's data, or a whole body; raises ValueError on what is no such thing
     is_token: Callable[[bytes], bool]  # does this event's data bear a token? Cheap: run until the first that does
+    # Content of an event that says nothing else: choice 0, no finish_reason, usage, error, ids. None: ask `decode`.
+    # Most events of a stream are such, and a Chunk for each would cost three times as much as reading its JSON.
+    plain: Callable[[bytes], str | None]
 
 
 # OpenAI (https://platform.openai.com/docs/api-reference) as vLLM, llama.cpp, Ray Serve, SGLang and TGI speak it.
@@ -158,6 +161,38 @@ def _completions_choice(choice: JsonObject) -> Delta:
     # Without text and finish_reason it carries a token all the same: half a character, or a special one.
     bears = bool(text) or ids > 0 or (ids < 0 and not finish_reason)
     return Delta(_index(choice), text, "", "", ids, finish_reason, bears)
+
+
+_PLAIN_EVENT = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier", "choices"))
+_SAYS_MORE = ("usage", "error", "timings", "metrics")
+_ROLE_AND_CONTENT = {"role", "content"}  # TGI repeats the role
+
+
+def _plain(text_of: Callable[[JsonObject], Any], data: bytes) -> str | None:
+    try:
+        event = orjson.loads(data)
+        (choice,) = event["choices"]
+        text = text_of(choice)
+        plain = (
+            type(text) is str
+            and text
+            and choice["index"] == 0
+            and choice["finish_reason"] is None
+            and choice.get("token_ids") is None
+            and (event.keys() <= _PLAIN_EVENT or not any(event.get(key) for key in _SAYS_MORE))
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return text if plain else None
+
+
+def _chat_text(choice: JsonObject) -> Any:
+    delta = choice["delta"]
+    return delta["content"] if len(delta) == 1 or delta.keys() == _ROLE_AND_CONTENT else None
+
+
+def _completions_text(choice: JsonObject) -> Any:
+    return choice["text"]
 
 
 def _tool(call: Any) -> str:
@@ -282,13 +317,18 @@ def _is_token(decode: Callable[[bytes], Chunk], data: bytes) -> bool:
         return False
 
 
-def _openai(path: str, encode: Callable[[Request, Ask], bytes], choice_of: Callable[[JsonObject], Delta]) -> Dialect:
+def _openai(
+    path: str,
+    encode: Callable[[Request, Ask], bytes],
+    choice_of: Callable[[JsonObject], Delta],
+    text_of: Callable[[JsonObject], Any],
+) -> Dialect:
     decode = partial(_decode, choice_of)
-    return Dialect(path, encode, decode, partial(_is_token, decode))
+    return Dialect(path, encode, decode, partial(_is_token, decode), partial(_plain, text_of))
 
 
 # name -> how it is spoken. A target's base URL ends in /v1 for the OpenAI rows.
 DIALECTS: dict[str, Dialect] = {
-    "openai-chat": _openai("/chat/completions", _encode_chat, _chat_choice),
-    "openai-completions": _openai("/completions", _encode_completions, _completions_choice),
+    "openai-chat": _openai("/chat/completions", _encode_chat, _chat_choice, _chat_text),
+    "openai-completions": _openai("/completions", _encode_completions, _completions_choice, _completions_text),
 }

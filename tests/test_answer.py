@@ -452,6 +452,27 @@ def test_any_split_of_a_stream_gives_the_same_answer_but_for_the_stamps(name, at
     assert split.event_ns == sorted(split.event_ns)
 
 
+def _slow(dialect):
+    """The same dialect without its short cut."""
+    return dialect._replace(plain=lambda data: None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_short_cut_for_plain_events_changes_nothing(name):
+    for dialect in DIALECTS.values():
+        x = exchange(wire(name))
+        facts = {"streamed": True, "asked_out": 4, "pinned": False}
+        assert read(x, dialect, **facts) == read(x, _slow(dialect), **facts)
+
+
+@pytest.mark.parametrize(("chat", "body"), captured())
+def test_the_short_cut_changes_nothing_on_captured_streams(chat, body):
+    dialect = DIALECTS["openai-chat" if chat else "openai-completions"]
+    x = exchange([(5, body)])
+    facts = {"streamed": True, "asked_out": None, "pinned": False}
+    assert read(x, dialect, **facts) == read(x, _slow(dialect), **facts)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_byte_at_a_time_gives_the_same_answer(name):
     whole = of(name)

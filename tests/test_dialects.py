@@ -277,6 +277,57 @@ def test_hostile_events_raise_only_value_error_and_is_token_agrees(name, data):
     except ValueError:
         bears = False
     assert dialect.is_token(data) is bears
+    _plain_agrees(dialect, data)
+
+
+def _plain_agrees(dialect, data) -> bool:
+    """What `plain` takes for content and nothing else, `decode` takes for exactly that."""
+    text = dialect.plain(data)
+    if text is not None:
+        assert dialect.decode(data) == Chunk((Delta(text=text, bears_token=True),))
+    return text is not None
+
+
+# Each field on its own that makes an event more than its text, or null as servers send it.
+MORE = [
+    {"usage": {"completion_tokens": 3}},
+    {"usage": None},
+    {"error": {"message": "x"}},
+    {"error": None},
+    {"timings": {"prompt_ms": 1.0}},
+    {"metrics": {"queue_time_ms": 2.0}},
+    {"object": "error", "message": "m"},
+    {"detail": "d"},
+    {"prompt_token_ids": None},
+]
+CHOICE_MORE = [
+    {"index": 1},
+    {"index": None},
+    {"index": True},
+    {"finish_reason": "stop"},
+    {"finish_reason": ""},
+    {"token_ids": [5]},
+    {"token_ids": []},
+    {"token_ids": None},
+    {"logprobs": None},
+    {"stop_reason": None},
+]
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("more", [*MORE, *({"choice": c} for c in CHOICE_MORE)], ids=json.dumps)
+def test_plain_takes_an_event_for_its_text_only_where_decode_does(name, more):
+    said = {"delta": {"content": "hi"}} if name == "openai-chat" else {"text": "hi"}
+    choice = {"index": 0, **said, "finish_reason": None, **more.get("choice", {})}
+    rest = {k: v for k, v in more.items() if k != "choice"}
+    event = {"id": "x", "choices": [choice], **rest}
+    _plain_agrees(DIALECTS[name], json.dumps(event).encode())
+
+
+@pytest.mark.parametrize("delta", [{"role": "assistant", "content": "a"}, {"content": "a", "tool_calls": [{}]}])
+def test_plain_sees_a_chat_delta_that_says_more(delta):
+    data = json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}).encode()
+    assert _plain_agrees(CHAT, data) is ("role" in delta)
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -295,16 +346,18 @@ def test_is_token_agrees_with_decode_on_our_streams(name):
     for dialect in DIALECTS.values():
         for _, data in events(*zip(*wire(name), strict=True)).stamped:
             assert dialect.is_token(data) is any(d.bears_token for d in dialect.decode(data).deltas)
+            _plain_agrees(dialect, data)
 
 
 @pytest.mark.parametrize(("chat", "body"), captured())
 def test_every_captured_event_is_read_and_is_token_agrees(chat, body):
     dialect = CHAT if chat else COMPLETIONS
-    bearing = 0
+    bearing = plain = 0
     for _, data in events([0], [body]).stamped:
         chunk = dialect.decode(data)
         bears = any(d.bears_token for d in chunk.deltas)
         bearing += bears
         assert dialect.is_token(data) is bears
+        plain += _plain_agrees(dialect, data)
         assert chunk.deltas or chunk.usage or chunk.done or chunk.error
     assert bearing > 0 or b'"finish_reason":"stop"' in body
