@@ -61,18 +61,23 @@ class Cell:
         slug = "".join(c if c.isalnum() or c in "=.-" else "-" for c in f"{target.name}-{load.label}")
         self.name = f"{number:03d}-{slug}"
         self.dialect = DIALECTS[target.api]
-        self.alone_s = _alone_s(found, requests)
-        self.requests, laps = plan.select(
+        outs = [r.tokens_out for r in requests if r.tokens_out] or [1]
+        # What a mean request would take alone, by the one short probe: good enough to spread a first wave.
+        self.alone_s = found.alone_ms / 1e3 * float(np.mean(outs)) / found.alone_tokens
+        rows, laps = plan.select(
             requests,
             load,
             count=options.requests,
             duration_s=options.duration_s,
             loop=options.loop_trace,
-            alone_s=self.alone_s or 0.05,
+            alone_s=self.alone_s,
         )
+        due_ns = plan.due_times(rows, load, options.seed)
+        kept = plan.within(rows, due_ns, options.duration_s)
+        self.requests, self.due_ns = [rows[i] for i in kept], due_ns[kept]
         # No cell meets the cache of the one before: the salt decides the first words of every prompt.
         salt = f"seed {options.seed}" if options.reuse_prompts else f"{run_id} {number}"
-        self._salts = [f"{salt} lap {lap}" for lap in laps]
+        self._salts = [f"{salt} lap {laps[i]}" for i in kept]
         self._request_ids = f"{run_id}-{number}-"
         self._sizer = found.sizer
         self._count_tokens: Callable[[str], int] | None = None
@@ -183,11 +188,3 @@ _FROM_ANSWER = tuple(name for name in Answer._fields if name in Record.__datacla
 
 def _messages(request: Request) -> tuple[Mapping[str, Any], ...]:
     return request.messages or ({"role": "user", "content": request.prompt or ""},)
-
-
-def _alone_s(found: Probe, requests: list[Request]) -> float | None:
-    """Seconds that a mean request would take alone, from the probe; None when it could not be told."""
-    if found.ttft_ms is None:
-        return None
-    outs = [r.tokens_out for r in requests if r.tokens_out] or [1]
-    return (found.ttft_ms + (found.tpot_ms or 0.0) * float(np.mean(outs))) / 1e3

@@ -21,11 +21,11 @@ targets_app = typer.Typer(help="Look at targets.", no_args_is_help=True)
 app.add_typer(targets_app, name="targets")
 
 TargetsFile = Annotated[Path, typer.Option(help="File of declared targets.")]
-Api = Annotated[str, typer.Option(help="Protocol of targets given by URL: a row of the README's table of dialects.")]
+Api = Annotated[str, typer.Option(help="Protocol: a row of the README's table; default: openai-chat.")]
 Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
 KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the targets' API key.")]
 Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
-MaxLen = Annotated[int, typer.Option(help="Context limit in tokens, where the target does not say it.")]
+MaxLen = Annotated[int, typer.Option(help="Context limit in tokens; default: what the target says.")]
 Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
 Metrics = Annotated[str, typer.Option(help="Comma-separated: <series>_<reducer>, or a per-cell name.")]
 Format = Annotated[str, typer.Option(help="terminal, md, json or csv.")]
@@ -53,8 +53,12 @@ def _loads(
         raise BenchError(f"{' and '.join(given)}: give one of them; each is another kind of load")
     if cap is not None and (cap < 1 or concurrency):
         raise BenchError("--max-in-flight is the cap of an open loop (--rate or --replay), a number from 1")
-    if not speed > 0 or not burstiness > 0:
+    if not 0 < speed < float("inf") or not 0 < burstiness < float("inf"):
         raise BenchError("--speed and --burstiness must be above 0")
+    if (concurrency or rate) and speed != 1:
+        raise BenchError("--speed is of a replay (--replay); --concurrency and --rate do not use the trace's times")
+    if not rate and (constant or burstiness != 1):
+        raise BenchError("--burstiness and --constant shape the arrivals of --rate")
     if concurrency:
         return [Load(concurrency=n) for n in _numbers(concurrency, "--concurrency", int)]
     if rate:
@@ -107,7 +111,7 @@ def run(
         int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")
     ] = None,
     skip_bad: Annotated[int, typer.Option(help="Tolerate up to N bad rows; they are counted.")] = 0,
-    api: Api = "openai-chat",
+    api: Api = "",
     model: Model = "",
     key_env: KeyEnv = "",
     tokenizer: Tokenizer = "",
@@ -146,8 +150,7 @@ def run(
     loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
     names = report.parse_metrics(metrics)
     report.check_format(format)
-    facts = {"api": api, "model": model, "key_env": key_env, "tokenizer": tokenizer, "max_model_len": max_model_len}
-    chosen = known.parse(targets, targets_file, facts)
+    chosen = known.parse(targets, targets_file, _given(api, model, key_env, tokenizer, max_model_len))
     limits = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
     job = runs.Job(chosen, loads, trace, trace_format, block_size, skip_bad)
     options = Options(
@@ -174,6 +177,12 @@ def run(
     raise typer.Exit(_exit_code(ended, report.verdict(found), fail_on_error_rate, fail_on_doubt, say))
 
 
+def _given(api: str, model: str, key_env: str, tokenizer: str, max_model_len: int) -> dict[str, Any]:
+    """The fields of a target that were given as flags."""
+    fields = {"api": api, "model": model, "key_env": key_env, "tokenizer": tokenizer, "max_model_len": max_model_len}
+    return {name: value for name, value in fields.items() if value}
+
+
 def _exit_code(ended: Any, verdict: Any, limit: float, fail_on_doubt: bool, say: Callable[[str], None]) -> int:
     if ended.interrupted:
         return 130
@@ -190,7 +199,8 @@ def _new_folder(names: list[str]) -> Path:
     from datetime import datetime
 
     stem = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{'-'.join(names)[:60]}"
-    return Path("".join(c if c.isalnum() or c in "-_./=" else "_" for c in stem))
+    stem = "".join(c if c.isalnum() or c in "-_./=" else "_" for c in stem)
+    return next(path for path in map(Path, (stem, *(f"{stem}-{i}" for i in range(2, 1000)))) if not path.exists())
 
 
 def _voice() -> tuple[Callable[[str], None], Callable[[str], None]]:
@@ -242,7 +252,7 @@ def report(
 @targets_app.command("check")
 def check(
     targets: Annotated[str, typer.Argument(help="name,name=url,url: as for `run --targets`.")],
-    api: Api = "openai-chat",
+    api: Api = "",
     model: Model = "",
     key_env: KeyEnv = "",
     tokenizer: Tokenizer = "",
@@ -256,9 +266,8 @@ def check(
 
     from llm_bench import targets as known
 
-    facts = {"api": api, "model": model, "key_env": key_env, "tokenizer": tokenizer, "max_model_len": max_model_len}
     say, _ = _voice()
-    for declared in known.parse(targets, targets_file, facts):
+    for declared in known.parse(targets, targets_file, _given(api, model, key_env, tokenizer, max_model_len)):
         with known.running(declared, say) as target:
             found = known.probe(target, say, ready_timeout)
         table = Table(title=target.name, title_justify="left", show_header=False)
@@ -273,8 +282,15 @@ def serve(context: typer.Context) -> None:
     import os
     from importlib.util import find_spec
 
-    if find_spec("torch") is None and not any(arg.startswith("sim:") for arg in context.args):
-        raise BenchError("serve: the engine needs torch; pip install 'llm-bench[engine]'")
+    from llm_bench.targets import ENGINE_NEEDS
+
+    simulated = any(arg.startswith("sim:") for arg in context.args)
+    missing = [name for name in ENGINE_NEEDS if find_spec(name) is None and not (simulated and name == "torch")]
+    if missing:
+        raise BenchError(
+            f"serve: the engine needs {', '.join(missing)}: in the project's folder, "
+            "pip install --constraint constraints.txt '.[engine]'"
+        )
     os.execv(sys.executable, [sys.executable, "-m", "reference_engine", *context.args])
 
 

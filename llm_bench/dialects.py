@@ -238,6 +238,7 @@ _TIMINGS = {
 _METRICS = {
     "time_to_first_token_ms": ("server_ttft_ms",),
     "queue_time_ms": ("server_queue_ms",),
+    "prefill_time_ms": ("server_prefill_ms",),  # ours; vLLM's has none
     "generation_time_ms": ("server_decode_ms",),
     "mean_itl_ms": ("server_tpot_ms",),
 }

@@ -246,7 +246,7 @@ class _Flights:
         """The turns that follow each other from a row that `begin` has seen. Returns when the last one ended, in ns."""
         previous: Exchange | None = None
         while True:
-            ready_ns = await self._pass_cap()
+            ready_ns = await self._pass_cap(due_ns)
             self.gauge.up()
             try:
                 tried = await self._send(self._plan.payload(index, previous), self._plan.cancel_s(index))
@@ -318,11 +318,14 @@ class _Flights:
         finally:
             del self._asleep[task]
 
-    async def _pass_cap(self) -> int:
-        """Wait in the order of coming for a place under the cap. Returns the moment it was given, in ns."""
+    async def _pass_cap(self, due_ns: int) -> int:
+        """Wait in the order of coming for a place under the cap. Returns the moment it was given, in ns.
+
+        Where a place was free that is the due time: what passed since then was the client's own lateness, no waiting.
+        """
         if self._free:
             self._free -= 1
-            return now_ns()
+            return due_ns
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         return await place

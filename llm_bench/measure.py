@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import clock, driver, plan, targets, wire
+from llm_bench import clock, driver, targets, wire
 from llm_bench.cell import Cell
 from llm_bench.errors import BenchError
 from llm_bench.plan import Plan
@@ -32,12 +32,11 @@ def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say) -> dict[
     Raises BenchError where the disk is full, before or during the load; what was measured by then is readable.
     """
     out = cell.options.out
-    due = plan.due_times(cell.requests, cell.load, cell.options.seed)
-    work = Plan(cell.requests, due, out / f"{cell.name}.spool", cell.next_payload)
+    work = Plan(cell.requests, cell.due_ns, out / f"{cell.name}.spool", cell.next_payload)
     try:
         _check_disk(out, cell)
         work.write(cell.first_payloads(live))
-        for line in announcement(cell, due):
+        for line in announcement(cell):
             say(f"{cell.name}: {line}")
         return _drive(cell, work, header, live)
     except OSError as e:
@@ -67,10 +66,10 @@ def warmup_requests(cell: Cell) -> int:
 
 def ramp_s(cell: Cell) -> float:
     """The first wave is spread over what one request takes alone, so that the slots do not march in step."""
-    return min(cell.alone_s or 1.0, MAX_RAMP_S)
+    return min(cell.alone_s, MAX_RAMP_S)
 
 
-def announcement(cell: Cell, due_ns: np.ndarray) -> list[str]:
+def announcement(cell: Cell) -> list[str]:
     """The effective settings, and what can be known of the cell before it runs."""
     load, count = cell.load, len(cell.requests)
     limits = asdict(cell.options.timeouts).items()
@@ -79,16 +78,18 @@ def announcement(cell: Cell, due_ns: np.ndarray) -> list[str]:
     if load.concurrency is not None:
         warmup = warmup_requests(cell)
         lines.append(f"warm-up {warmup} requests, first wave spread over {ramp_s(cell):.2f} s")
+        if any(r.turn for r in cell.requests):
+            lines.append("a slot is a user who also thinks between turns: fewer requests than slots are in flight")
         if cell.options.duration_s is None and count < warmup + 6 * load.concurrency:
             lines.append(
                 f"{count} requests are few for {load.concurrency} slots: {warmup} of warm-up and a window of "
                 f"{5 * load.concurrency} at least, or the cell is `too short`"
             )
     elif load.rate is not None:
-        sent = due_ns[due_ns >= 0]
+        sent = cell.due_ns[cell.due_ns >= 0]
         span_s = max(float(sent.max()) / 1e9, 1e-9)
         rate = (len(sent) - 1) / span_s
-        lines.append(f"the plan's own rate is {rate:.4g}/s over {span_s:.1f} s, seed {cell.options.seed}")
+        lines.append(f"these arrivals (seed {cell.options.seed}) come at {rate:.4g}/s over {span_s:.1f} s")
     return lines
 
 

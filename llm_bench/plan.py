@@ -16,6 +16,8 @@ from llm_bench.errors import BenchError
 from llm_bench.exchange import Exchange
 from llm_bench.request import Request
 
+ALONE_MARGIN = 5.0  # short requests, and later ones, are faster than the probe's first
+LEAST_ALONE_S = 0.0003  # no server of the field answers faster, and no client of ours asks faster
 NEVER = -1  # in due_ns and think_ns: the driver decides, when a slot or the turn before is done
 
 
@@ -72,6 +74,17 @@ def due_times(requests: Sequence[Request], load: Load, seed: int) -> np.ndarray:
                     "give --concurrency or --rate"
                 )
     return due
+
+
+def within(requests: Sequence[Request], due_ns: np.ndarray, duration_s: float | None) -> list[int]:
+    """The rows of an open loop that are due within its duration, and the later turns of their conversations."""
+    if duration_s is None:
+        return list(range(len(requests)))
+    late = {r.session or i for i, r in enumerate(requests) if r.turn == 0 and due_ns[i] > duration_s * 1e9}
+    kept = [i for i, r in enumerate(requests) if (r.session or i) not in late]
+    if not kept:
+        raise BenchError(f"--duration {duration_s:g}: no request is due in it")
+    return kept
 
 
 class Plan:
@@ -209,8 +222,8 @@ def select(
 ) -> tuple[list[Request], list[int]]:
     """As many requests as the load can use, and each one's lap: the trace once, or round and round with `loop`.
 
-    A closed loop with a duration plans an upper count: no request can be faster than one alone (`alone_s` seconds).
-    An open loop's requests due after `duration_s` are left to the driver, which stops there.
+    A closed loop with a duration plans an upper count, from what one request took alone (`alone_s` seconds) in a single
+    probe: hence the margin. Running out all the same is a doubt.
     """
     if not loop:
         return list(requests), [0] * len(requests)
@@ -218,7 +231,7 @@ def select(
     if duration_s is not None:
         span_s = max((r.at_s or 0.0 for r in requests), default=0.0)
         per_s = (
-            (load.concurrency / max(alone_s, 0.002))
+            load.concurrency / max(alone_s / ALONE_MARGIN, LEAST_ALONE_S)
             if load.concurrency is not None
             else load.rate * 1.5
             if load.rate is not None

@@ -63,6 +63,8 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
         say("trace: a closed loop does not use its times; its order, lengths, prefixes and sessions are used")
     for load in job.loads:  # a trace without times fails here, not after the first cell
         plan.due_times(rows.requests, load, options.seed)
+    if options.requests and not options.loop_trace and len(rows.requests) < options.requests:
+        say(f"trace: it has {len(rows.requests)} requests, fewer than --requests {options.requests}: each is sent once")
     _make_folder(options.out)
     book = Book(job, options, rows)
     with ExitStack() as stack:

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -34,6 +35,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 }
 PINNED_PROBE_TOKENS = 32  # asked of a prompt whose natural answer is one word
 RTT_PROBES = 20
+ENGINE_NEEDS = ("torch", "aiohttp", "prometheus_client")
 BUILT_IN_READY_S = 120.0  # importing torch on a busy machine takes tens of seconds
 
 
@@ -77,6 +79,8 @@ class Probe(NamedTuple):
     connect_ms: float | None
     ttft_ms: float | None  # of the short probe, alone
     tpot_ms: float | None
+    alone_ms: float  # from sending to the end, of the short probe
+    alone_tokens: int
     notes: list[str]
 
     def public(self) -> dict[str, Any]:
@@ -87,8 +91,10 @@ class Probe(NamedTuple):
         return Sizer(self.base_tokens, self.tokens_per_word)
 
 
-def parse(spec: str, file: Path, defaults: Mapping[str, Any]) -> list[Target]:
+def parse(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
     """`vllm,mine=http://host:8000/v1,reference` -> Targets; bare names are looked up in `file` or built in.
+
+    `flags` are fields given on the command line: they hold for every target, over what the file declares.
 
     Raises BenchError for an unknown name, a URL that is none, an unknown api or key.
     """
@@ -100,9 +106,9 @@ def parse(spec: str, file: Path, defaults: Mapping[str, Any]) -> list[Target]:
             known = ", ".join([*declared, *BUILT_IN])
             raise BenchError(
                 f"--targets {name}: no such target (known: {known}). Write {file} with:  "
-                f'[targets.{name}]\\nurl = "http://127.0.0.1:8000/v1"   or give {name}=URL'
+                f'targets.{name}.url = "http://127.0.0.1:8000/v1"   or give {name}=URL'
             )
-        facts: dict[str, Any] = {**defaults, **declared.get(name, {})}
+        facts: dict[str, Any] = {**declared.get(name, {}), **flags}
         if url:
             facts["url"] = url
         elif name in BUILT_IN and name not in declared:
@@ -174,6 +180,12 @@ def running(target: Target, say: Callable[[str], None], log: Path | None = None)
     if not target.launch:
         yield target
         return
+    missing = [name for name in ENGINE_NEEDS if "reference_engine" in target.launch and find_spec(name) is None]
+    if missing:
+        raise TargetError(
+            f"target {target.name}: the bundled engine needs {', '.join(missing)}: in the project's folder, "
+            "pip install --constraint constraints.txt '.[engine]'"
+        )
     say(f"starting {target.name}: python {' '.join(target.launch)}" + (f", its log in {log}" if log else ""))
     with log.open("wb") if log else tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
@@ -205,10 +217,7 @@ def _announced(child: "subprocess.Popen[bytes]", target: Target, log: Path | Non
         return str(orjson.loads(line)["listening"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         said = log.read_text(errors="replace").strip().splitlines()[-1:] if log else []
-        hint = (
-            "; its packages come with: pip install 'llm-bench[engine]'" if "reference_engine" in target.launch else ""
-        )
-        raise TargetError(f"target {target.name}: did not start ({''.join(said) or 'no word from it'}){hint}") from None
+        raise TargetError(f"target {target.name}: did not start ({''.join(said) or 'no word from it'})") from None
 
 
 def probe(target: Target, say: Callable[[str], None], ready_s: float, *, stream: bool = True) -> Probe:
@@ -222,16 +231,20 @@ def probe(target: Target, say: Callable[[str], None], ready_s: float, *, stream:
 
         verify = ssl.create_default_context(cafile=target.cafile)
     notes: list[str] = []
-    with httpx.Client(headers=auth_headers(target), timeout=120.0, verify=verify) as client:
+    # trust_env off: a proxy of the environment would be on the probe's path and not on the measurement's.
+    with httpx.Client(headers=auth_headers(target), timeout=120.0, verify=verify, trust_env=False) as client:
         models, max_len = _models(client, target, ready_s, say)
         model = target.model or (models[0] if models else "")
         if not model:
-            raise TargetError(f"target {target.name}: {target.url}/models lists no model; give --model")
+            raise TargetError(
+                f"target {target.name}: {target.url}/models lists no model; give --model, or correct the URL: "
+                "that of an OpenAI-compatible server ends in /v1"
+            )
         if models and model not in models:
             notes.append(f"model {model!r} is not among those that /models lists: {', '.join(models[:5])}")
-        rtt_ms, connect_ms = _round_trip(client, target)
+        rtt_ms, connect_ms = _round_trip(client, target, verify)
         say(f"{target.name}: probing {model}")
-        ask, first = _ladder(client, target, Ask(model, stream=stream, extra=target.extra), notes)
+        ask, first, exchange = _ladder(client, target, Ask(model, stream=stream, extra=target.extra), notes)
         pinned = ask.pin_lengths and first.tokens_out == PINNED_PROBE_TOKENS and first.finish_reason == "length"
         if ask.pin_lengths and not pinned:
             notes.append(
@@ -254,8 +267,10 @@ def probe(target: Target, say: Callable[[str], None], ready_s: float, *, stream:
         tokens_per_word=per_word,
         rtt_ms=rtt_ms,
         connect_ms=connect_ms,
-        ttft_ms=(first.event_ns[0] - first.sent_ns) / 1e6 if first.event_ns else None,
+        ttft_ms=(first.event_ns[0] - exchange.sent_ns) / 1e6 if first.event_ns else None,
         tpot_ms=span_ms / (first.tokens_out - 1) if span_ms is not None and first.tokens_out > 1 else None,
+        alone_ms=(exchange.end_ns - exchange.sent_ns) / 1e6,
+        alone_tokens=max(first.tokens_out, 1),
         notes=notes,
     )
 
@@ -263,7 +278,7 @@ def probe(target: Target, say: Callable[[str], None], ready_s: float, *, stream:
 def reachable(target: Target) -> bool:
     """Does anything still listen there? Asked when a run meets one refused connection after another."""
     try:
-        httpx.get(f"{target.url}/models", timeout=5.0, verify=False)
+        httpx.get(f"{target.url}/models", timeout=5.0, verify=False, trust_env=False)
     except httpx.TransportError:
         return False
     return True
@@ -305,11 +320,11 @@ def _models(
     return [row["id"] for row in rows], mine[0] if mine and isinstance(mine[0], int) else None
 
 
-def _round_trip(client: httpx.Client, target: Target) -> tuple[float | None, float | None]:
+def _round_trip(client: httpx.Client, target: Target, verify: Any) -> tuple[float | None, float | None]:
     """(median ms of a small GET on a warm connection, ms of the first on a new one minus that)."""
     samples = []
     try:
-        with httpx.Client(headers=client.headers, timeout=10.0) as fresh:
+        with httpx.Client(headers=client.headers, timeout=10.0, verify=verify, trust_env=False) as fresh:
             for _ in range(RTT_PROBES + 1):
                 begun = clock.now_ns()
                 fresh.get(f"{target.url}/models")
@@ -329,15 +344,7 @@ _LADDER = (  # pin_lengths, include_usage, what is then said
 )
 
 
-class _First(NamedTuple):
-    tokens_out: int
-    tokens_out_from: str
-    finish_reason: str
-    event_ns: list[int]
-    sent_ns: int
-
-
-def _ladder(client: httpx.Client, target: Target, ask: Ask, notes: list[str]) -> tuple[Ask, _First]:
+def _ladder(client: httpx.Client, target: Target, ask: Ask, notes: list[str]) -> tuple[Ask, answer.Answer, Exchange]:
     request = Request(tokens_in=8, tokens_out=PINNED_PROBE_TOKENS, prompt="Answer with one word: is water wet?")
     refused = ""
     for pin_lengths, include_usage, note in _LADDER:
@@ -346,7 +353,7 @@ def _ladder(client: httpx.Client, target: Target, ask: Ask, notes: list[str]) ->
         if got.outcome == "ok":
             if note:
                 notes.append(note)
-            return tried, _First(got.tokens_out, got.tokens_out_from, got.finish_reason, got.event_ns, exchange.sent_ns)
+            return tried, got, exchange
         refused = refused or f"{got.error_kind}: {got.error}"
         if exchange.status not in (400, 422):
             break
@@ -388,8 +395,8 @@ def _sizes(client: httpx.Client, target: Target, ask: Ask, notes: list[str]) -> 
     points, cached = [], False
     for count in (16, 256):
         request = Request(tokens_in=count, tokens_out=1, prompt=probe_text(count, f"probe {clock.now_ns()}"))
-        got, _ = _ask(client, target, request, ask._replace(pin_lengths=False))
-        if got.outcome != "ok" or got.tokens_in < 0:
+        got, _ = _ask(client, target, request, ask)
+        if got.tokens_in < 0:  # whatever the one token was: a server that counts has counted
             notes.append("prompt tokens are not reported: prompts are sized at one token a word, unchecked")
             return 0.0, 1.0, False
         points.append((count, got.tokens_in))
@@ -406,14 +413,14 @@ def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:
     yes = {True: "yes", False: "no"}
     return [
         ("url", target.url),
-        ("dialect", target.api),
+        ("protocol (api)", target.api),
         ("models", ", ".join(found.models) or "none listed"),
         ("context limit", str(found.max_model_len or "not said; declare max_model_len")),
         ("usage in streams", yes[found.usage_in_stream]),
         ("lengths can be pinned", yes[found.lengths_pinned]),
         ("says finish_reason", yes[found.finish_reason_seen]),
         ("reports cached tokens", yes[found.cached_reported]),
-        ("tokens a word, and beyond", f"{found.tokens_per_word:.3f} and {found.base_tokens:.1f}"),
+        ("tokens of a prompt", f"{found.tokens_per_word:.3g} a word, {found.base_tokens:+.1f} for the template"),
         ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {RTT_PROBES})"),
         ("connect", "unknown" if found.connect_ms is None else f"{found.connect_ms:.2f} ms"),
         ("TTFT of a short probe", "not streamed" if found.ttft_ms is None else f"{found.ttft_ms:.1f} ms"),

@@ -208,10 +208,11 @@ class _Connection(asyncio.Protocol):
         self._phase_limit = (TTFT_TIMEOUT, self._limits.ttft_s if self._wire.is_token is not None else None)
         self._cancel_after_s = cancel_after_s
         self._wire.busy.add(self)
+        # Stamped before the call: the server may have read it all, and begun, before the call returns.
         self._begun_ns = now_ns()
         self.transport.write(message)
         if not self.transport.get_write_buffer_size():
-            exchange.sent_ns = now_ns()
+            exchange.sent_ns = self._begun_ns
         self._set_alarm()
         return self._answered
 

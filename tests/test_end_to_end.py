@@ -454,7 +454,7 @@ def test_an_unknown_target_says_what_to_write(tmp_path):
         capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "[targets.vllm]" in done.stderr
+    assert "targets.vllm.url" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

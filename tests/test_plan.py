@@ -107,6 +107,15 @@ def test_going_round_the_trace_keeps_order_shifts_times_and_parts_sessions():
     assert [r.session for r in out] == ["s", "", "s/1", "", "s/2"]
 
 
+def test_an_open_loop_with_a_duration_plans_what_is_due_in_it_and_whole_conversations():
+    rows = [Request(10, 5, session="a"), Request(10, 5), Request(30, 5, session="a", turn=1), Request(9, 5)]
+    due = plan.due_times(rows, Load(rate=1.0, burstiness=None), seed=0)
+    assert plan.within(rows, due, 1.0) == [0, 1, 2]
+    assert plan.within(rows, due, None) == [0, 1, 2, 3]
+    with pytest.raises(BenchError, match="no request is due"):
+        plan.within(rows[1:2], np.array([5_000_000_000]), 1.0)
+
+
 def test_a_loop_without_an_end_is_refused():
     with pytest.raises(BenchError, match="--duration or --requests"):
         plan.select(requests(3), Load(concurrency=2), count=None, duration_s=None, loop=True, alone_s=0.1)

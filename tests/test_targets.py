@@ -27,13 +27,14 @@ def test_names_urls_and_built_ins_mix():
     assert not found[1].launch
 
 
-def test_a_file_declares_targets_and_wins_over_the_defaults(tmp_path):
+def test_a_file_declares_targets_and_a_flag_wins_over_it(tmp_path):
     file = tmp_path / "targets.toml"
     file.write_text(
         '[targets.v]\nurl = "http://h/v1"\nmodel = "big"\nmax-model-len = 100\nheaders = { X-Team = "a" }\n'
     )
-    (found,) = targets.parse("v", file, {"model": "small"})
-    assert (found.url, found.model, found.max_model_len) == ("http://h/v1", "big", 100)
+    (found,) = targets.parse("v", file, {})
+    assert (found.url, found.model, found.max_model_len, found.api) == ("http://h/v1", "big", 100, "openai-chat")
+    assert targets.parse("v", file, {"model": "small"})[0].model == "small"
     assert targets.auth_headers(found) == [("X-Team", "a")]
 
 
