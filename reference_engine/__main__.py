@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from reference_engine.config import EngineConfig
 
@@ -70,6 +70,7 @@ async def serve(config: EngineConfig, host: str, port: int, api_key: str | None,
         if isinstance(runner, ModelRunner):
             runner.warmup()
             facts = runner.facts()
+        config = replace(config, max_model_len=config.max_model_len or runner.max_positions)
         name = config.served_name or runner.name
         engine = Engine(config, runner, runner.eos_ids, name)
     except (ValueError, OSError) as error:

@@ -21,7 +21,7 @@ class EngineConfig:
     device: str = knob("auto", "auto | cpu | cuda")
     block_size: int = knob(16, "tokens of a KV block")
     num_blocks: int = knob(2048, "KV blocks in the pool")
-    max_model_len: int = knob(4096, "longest prompt + answer")
+    max_model_len: int = knob(0, "longest prompt + answer; 0: the model's own limit")
     max_num_seqs: int = knob(64, "most sequences that run at once")
     max_num_batched_tokens: int = knob(512, "token budget of a step")
     chunked_prefill: bool = knob(True, "off: a prompt is computed in one step or waits")
@@ -42,8 +42,8 @@ class EngineConfig:
     @property
     def context(self) -> int:
         """The longest prompt + answer that can be served: what the model may and the pool can hold."""
-        return min(self.max_model_len, self.pool_tokens)
+        return min(self.max_model_len or self.pool_tokens, self.pool_tokens)
 
 
-# Every count; a seed may be anything.
-POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name != "seed"]
+# Every count; a seed may be anything, and the longest length may be left to the model.
+POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name not in ("seed", "max_model_len")]

@@ -41,6 +41,7 @@ class CostModel:
 
     vocab_size = ByteTokenizer.vocab_size
     eos_ids = ByteTokenizer.eos_ids
+    max_positions = 131_072  # takes no time: any model's may be claimed
 
     def __init__(
         self,

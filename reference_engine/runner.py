@@ -55,14 +55,16 @@ class ModelRunner:
                 f"{name}: max_position_embeddings is {shape.max_positions}, max_model_len is "
                 f"{config.max_model_len}; would be right: max_model_len {shape.max_positions} or less"
             )
+        positions = min(config.max_model_len or shape.max_positions, config.pool_tokens)
         self.device = torch.device(_device(config.device))
         torch.set_num_threads(config.threads)
         self.name = name
         self.vocab_size = shape.vocab_size
         self.eos_ids = eos_ids
+        self.max_positions = shape.max_positions
         self.seed = config.seed
         self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.tensors())
-        self.model = model.make(weights.to(self.device), config.num_blocks, config.block_size, config.max_model_len)
+        self.model = model.make(weights.to(self.device), config.num_blocks, config.block_size, positions)
         self.kv_bytes = self.model.kv_bytes()
 
     def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:

@@ -11,6 +11,7 @@ class Runner(Protocol):
     name: str
     vocab_size: int
     eos_ids: frozenset[int]
+    max_positions: int  # the longest sequence the model was made for
 
     def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:
         """For each (sequence, n): compute positions [computed, computed + n); a token iff that reaches the end.

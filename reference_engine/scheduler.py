@@ -42,12 +42,12 @@ class Counts:
 
 def check_fits(config: EngineConfig, prompt_len: int, max_tokens: int) -> None:
     """Raises TooLong for what can never fit: a lone sequence then always can, which is what guarantees progress."""
-    size, pool, limit = config.block_size, config.num_blocks, config.max_model_len
+    size, pool, limit = config.block_size, config.num_blocks, config.max_model_len or config.pool_tokens
     for what, tokens in (
         (f"a prompt of {prompt_len} tokens", prompt_len),
         (f"a prompt of {prompt_len} tokens and max_tokens {max_tokens}", prompt_len + max_tokens),
     ):
-        if tokens > config.pool_tokens:
+        if tokens > config.pool_tokens <= limit:  # the tighter of the two is named
             raise TooLong(f"{what} needs {-(-tokens // size)} blocks, pool has {pool} of {size} tokens")
         if tokens > limit:
             raise TooLong(f"{what} is longer than max_model_len, {limit} tokens")

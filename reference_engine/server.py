@@ -157,7 +157,7 @@ class Server:
         try:
             if self.api_key is not None and request.path.startswith("/v1/"):
                 given = request.headers.get("Authorization", "")
-                if not hmac.compare_digest(given.encode(), b"Bearer " + self.api_key.encode()):
+                if not hmac.compare_digest(given.encode(errors="surrogateescape"), b"Bearer " + self.api_key.encode()):
                     raise ApiError(401, "the API key is missing or wrong", "Authorization")
             response = await handler(request)
         except ApiError as error:
@@ -275,8 +275,11 @@ async def _stream(answer: Answer, request: web.Request, answer_id: str) -> web.S
     """
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers={**headers, "X-Request-Id": answer_id})
-    await response.prepare(request)
     transport = request.transport
+    try:
+        await response.prepare(request)
+    except ConnectionError:
+        transport = None
     if transport is None:
         return response  # left before the headers
     chunked = request.version >= HttpVersion11

@@ -19,6 +19,7 @@ class PagedStub:
     name = "stub"
     vocab_size = 264
     eos_ids: frozenset[int] = frozenset()
+    max_positions = 4096
 
     def __init__(self, block_size: int, pool: Blocks | None = None, before: Callable[[], object] | None = None) -> None:
         """`pool`: whose rules each write must keep. `before`: called at the beginning of each step."""

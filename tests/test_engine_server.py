@@ -463,8 +463,27 @@ def test_a_key_guards_the_api_but_not_health() -> None:
             ):
                 assert (await call(served.port, "/v1/models", headers=headers)).status == status
             assert (await call(served.port, "/health")).status == 200
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer \xe9\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"401"  # bytes that are no text are no key
+            writer.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["fin", "rst"])
+def test_a_client_that_leaves_at_once_is_no_error_of_the_server(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving() as served:
+            for _ in range(50):
+                _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(request_bytes(COMPLETIONS, {"prompt": "x", "max_tokens": 2, "stream": True}))
+                leave(writer, how)
+            await asyncio.sleep(0.2)
+            assert (await call(served.port, "/health")).status == 200
+
+    asyncio.run(main())
+    assert "Traceback" not in caplog.text
 
 
 def test_an_http_1_0_client_gets_an_unchunked_stream() -> None:
@@ -539,7 +558,7 @@ def test_a_simulated_model_needs_no_torch(sim: Program) -> None:
 
 def test_models_and_effective_configuration_are_told(sim: Program) -> None:
     (model,) = asyncio.run(call(sim.port, "/v1/models")).json["data"]
-    assert (model["id"], model["max_model_len"]) == ("sim:fast", 4096)
+    assert (model["id"], model["max_model_len"]) == ("sim:fast", 2048 * 16)
     assert asyncio.run(call(sim.port, "/v1/engine")).json["config"]["max_num_seqs"] == 256
 
 
