@@ -11,7 +11,7 @@ from typing import NamedTuple
 from llm_bench import exchange as ends
 from llm_bench.dialects import Chunk, Delta, Dialect, Usage
 from llm_bench.exchange import Exchange
-from llm_bench.http1 import events
+from llm_bench.http1 import events, is_event_stream
 
 REJECTED = (429, 503)
 SHOWN_BYTES = 300  # of a body, in an error's text
@@ -27,6 +27,9 @@ _DECIDED = {ends.CANCELLED: "cancelled", ends.CUT: "cut_at_end"} | dict.fromkeys
     ),
     "failed",
 )
+
+
+_UNREAD = Chunk()
 
 
 class Answer(NamedTuple):
@@ -60,13 +63,14 @@ def read(
     asked_out: int | None,
     pinned: bool,
     finish_expected: bool = True,
+    choices: int = 1,
     count_tokens: Callable[[str], int] | None = None,
 ) -> Answer:
     """The Answer in a finished exchange.
 
-    `streamed`: an event stream was asked for. `asked_out`: max_tokens of each choice. `pinned`: the probe showed that
-    the end token can be ignored, so fewer tokens are a failure. `finish_expected`: False for a target that a probe
-    showed never to send finish_reason. `count_tokens`: a tokenizer, for answers without usage.
+    `streamed`: an event stream was asked for. `asked_out`: max_tokens of each of `choices`. `pinned`: the probe showed
+    that the end token can be ignored, so fewer tokens are a failure. `finish_expected`: False for a target that a
+    probe showed never to send finish_reason. `count_tokens`: a tokenizer, for answers without usage.
     """
     assert exchange.ended, "the exchange has not ended"
     body = _read_body(exchange, dialect, streamed)
@@ -78,9 +82,9 @@ def read(
     labels: list[str] = []
     if streamed and not body.is_stream and tally.choices:
         labels.append("not streamed")
-    outcome, kind, error = _outcome(exchange, body, (tokens_out, source), asked_out, finish_expected, labels)
+    outcome, kind, error = _outcome(exchange, body, (tokens_out, source), (asked_out, choices), finish_expected, labels)
     if outcome == "ok" and pinned and asked_out is not None:
-        asked = asked_out * len(tally.choices)
+        asked = asked_out * max(choices, len(tally.choices))
         exact = source == "usage" or sizes  # an estimate can be short where the answer is not
         if exact and tokens_out < asked:
             outcome, kind, error = "failed", "short_output", f"{tokens_out} of {asked} tokens"
@@ -238,14 +242,14 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     garbage = ""
     is_stream = _is_stream(exchange, streamed)
     if is_stream:
-        stamped, comments, leftover = events(exchange.read_ns, exchange.pieces)
+        stamped, comments, leftover, names = events(exchange.read_ns, exchange.pieces)
     else:
         body = b"".join(exchange.pieces)
-        stamped, comments, leftover = [(0, body)] if body else [], 0, b""
+        stamped, comments, leftover, names = [(0, body)] if body else [], 0, b"", {}
     plain = dialect.plain
     stamps: list[int] = []  # of plain events since the last other one, and their texts
     texts: list[str] = []
-    for ns, data in stamped:
+    for place, (ns, data) in enumerate(stamped):
         text = plain(data) if is_stream else None
         if text is not None:
             stamps.append(ns)
@@ -258,7 +262,9 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
             chunk = dialect.decode(data)
         except ValueError as e:
             garbage = garbage or f"cannot be read: {e}: {_shown(data, 80)}"
-            continue
+            chunk = _UNREAD
+        if names.get(place) == "error" and not chunk.error:  # said by the event's name alone
+            chunk = chunk._replace(error=_shown(data, SHOWN_BYTES) or "an error event without data")
         tally.add(ns, chunk)
     if texts:
         tally.add_plain(stamps, texts)
@@ -266,27 +272,21 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
 
 
 def _is_stream(exchange: Exchange, streamed: bool) -> bool:
-    """By what came, not by what was asked or declared.
-
-    A server may ignore "stream" or answer an error with a JSON body, under text/event-stream too (Triton); no event
-    stream begins with a brace.
-    """
-    first = next((piece.lstrip() for piece in exchange.pieces if piece.strip()), b"")
-    if first[:1] == b"{":
-        return False
-    return streamed or any(n == b"content-type" and b"event-stream" in v.lower() for n, v in exchange.headers)
+    """By what came, as `wire` judged it; a body of nothing but blanks by what was asked."""
+    told = is_event_stream(streamed, exchange.headers, exchange.pieces)
+    return streamed if told is None else told
 
 
 def _outcome(
     exchange: Exchange,
     body: _Body,
     count: tuple[int, str],
-    asked_out: int | None,
+    asked: tuple[int | None, int],
     finish_expected: bool,
     labels: list[str],
 ) -> tuple[str, str, str]:
     """(outcome, error kind, error text); adds to `labels`. The first rule that applies decides."""
-    tokens_out, source = count
+    (tokens_out, source), (asked_out, choices) = count, asked
     ended, status, tally = exchange.ended, exchange.status, body.tally
     if ended in _DECIDED:
         outcome = _DECIDED[ended]
@@ -295,13 +295,16 @@ def _outcome(
         return outcome, ended, exchange.error or ended.replace("_", " ")
     if status and not 200 <= status < 300:
         kind = "rejected" if status in REJECTED else f"http_{status // 100}xx"
-        return "failed", kind, tally.error or _body_text(exchange)
+        given_up = f"; {exchange.error}" if exchange.error else ""  # why it was not tried again
+        return "failed", kind, (tally.error or _body_text(exchange)) + given_up
     if tally.error:
         return "failed", "server_error_in_stream", tally.error
     whole = ended != ends.TRUNCATED
+    finished = len(tally.choices) >= choices and tally.choices <= tally.finish.keys()
     if body.garbage and (body.is_stream or ended == ends.COMPLETE):
-        return "failed", "protocol_error", body.garbage
-    finished = bool(tally.choices) and tally.choices <= tally.finish.keys()
+        if not (body.is_stream and finished and tally.bore):
+            return "failed", "protocol_error", body.garbage
+        labels.append("unreadable event")  # a gateway's `data: ping` in an answer that is whole without it
     # Framing cut after the last word loses nothing; finish_reason alone is not that word: a choice may be missing.
     heard_out = (finished or not finish_expected) if whole else (finished and (tally.done or source == "usage"))
     if not heard_out:
@@ -322,6 +325,8 @@ def _truncated(exchange: Exchange, body: _Body, tokens_out: int) -> str:
     if not exchange.status:
         return exchange.error or "closed before a byte of the answer"
     text = f"ended without finish_reason after {tokens_out} tokens" if body.is_stream else "half a body"
+    if len(body.tally.finish) > 0:
+        text = f"ended after {len(body.tally.finish)} choices with a finish_reason, fewer than asked"
     if not exchange.pieces:
         text = "an empty body"
     if exchange.error:

@@ -7,18 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import answer, plan, prompts
+from llm_bench import answer, plan, probe, prompts, targets
 from llm_bench.answer import Answer
 from llm_bench.dialects import DIALECTS
 from llm_bench.driver import Flight
 from llm_bench.exchange import Exchange, Timeouts
 from llm_bench.plan import Load
+from llm_bench.probe import Probe
 from llm_bench.records import OUTCOMES, Record
 from llm_bench.request import Request
-from llm_bench.targets import Probe, Target
-from llm_bench.wire import Tried
+from llm_bench.retry import Tried
+from llm_bench.targets import Target
 
 RAW_LIMIT = 65536  # bytes of a failed response that are kept
+RAW_TOTAL = 1_000_000  # of all failed responses of a cell: a hundred of them explain as much as a million
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class Options:
 
 
 class Cell:
-    """The state of one cell. `number` is its place in the run, `run_id` random: no two cells have equal prompts."""
+    """The state of one cell. `number` is its place in the run, `run_id` random: no two cells have equal prompts.
+
+    `exact`: the target's tokenizer, where one is declared.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class Cell:
         found: Probe,
         requests: list[Request],
         load: Load,
+        exact: prompts.Exact | None = None,
     ) -> None:
         self.options, self.target, self.found, self.load = options, target, found, load
         slug = "".join(c if c.isalnum() or c in "=.-" else "-" for c in f"{target.name}-{load.label}")
@@ -81,14 +87,14 @@ class Cell:
         self._request_ids = f"{run_id}-{number}-"
         self._sizer = found.sizer
         self._count_tokens: Callable[[str], int] | None = None
-        if target.tokenizer:
-            exact = prompts.Sizer.from_tokenizer(target.tokenizer)
+        if exact is not None:
             # What the probe cost beyond its own text is the target's template, which a tokenizer cannot know.
-            self._sizer = replace(exact, template=max(0, round(found.base_tokens - exact.base)))
-            self._count_tokens = prompts.counter(target.tokenizer)
+            self._sizer = replace(exact.sizer, template=max(0, round(found.base_tokens - exact.sizer.base)))
+            self._count_tokens = exact.count
+        self._hide = targets.hider(target)
         self._hashes = [0] * len(self.requests)
         self._said: dict[str, Request] = {}  # the filled request of each session's latest turn
-        self._kept_bytes = 0
+        self._kept_bytes = self._kept_failed_bytes = 0
         self.counts = dict.fromkeys(OUTCOMES, 0)
         self.tokens = 0  # of ok requests so far, for the progress line
 
@@ -132,19 +138,22 @@ class Cell:
     # ---- what became of it
 
     def _read(self, request: Request, exchange: Exchange) -> Answer:
+        asked = probe.asked(request, self.found.ask)
         return answer.read(
             exchange,
             self.dialect,
             streamed=self.options.stream,
-            asked_out=request.tokens_out,
-            pinned=self.found.lengths_pinned,
+            asked_out=asked.out,
+            pinned=self.found.lengths_pinned and asked.pinned,
             finish_expected=self.found.finish_reason_seen,
+            choices=asked.choices,
             count_tokens=self._count_tokens,
         )
 
     def record(self, flight: Flight) -> Record:
         """The Record of a request that has ended, or was dropped; counts it."""
         index, request, tried = flight.index, self.requests[flight.index], flight.tried
+        asked_out = probe.asked(request, self.found.ask).out
         record = Record(
             index=index,
             request_id=f"{self._request_ids}{index}",
@@ -152,7 +161,7 @@ class Cell:
             due_ns=flight.due_ns,
             ready_ns=flight.ready_ns,
             planned_in=request.tokens_in or -1,
-            asked_out=-1 if request.tokens_out is None else request.tokens_out,
+            asked_out=-1 if asked_out is None else asked_out,
             priority=request.priority,
             turn=request.turn,
             session=request.session,
@@ -167,20 +176,32 @@ class Cell:
     def _fill(self, record: Record, request: Request, tried: Tried) -> None:
         exchange, first = tried.exchange, tried.first
         got = self._read(request, exchange)
-        record.sent_ns, record.first_byte_ns, record.end_ns = exchange.sent_ns, exchange.first_byte_ns, exchange.end_ns
+        record.sent_ns, record.connect_ns = exchange.sent_ns, exchange.connect_ns
+        record.first_byte_ns, record.end_ns = exchange.first_byte_ns, exchange.end_ns
         record.bytes_in, record.reconnects = exchange.bytes_in, exchange.reconnects
         record.attempts, record.retry_wait_ns = tried.attempts, tried.retry_wait_ns
-        status = first.status
-        record.first_attempt = "ok" if status // 100 == 2 else f"http_{status}" if status else first.ended
+        if exchange is first:
+            record.first_attempt = got.error_kind or got.outcome
+        else:
+            record.first_attempt = f"http_{first.status}" if first.status else first.ended
         record.prompt_hash = self._hashes[record.index]
         for name in _FROM_ANSWER:
             setattr(record, name, getattr(got, name))
         for name, ms in got.server_ms.items():
             setattr(record, name, ms)
-        failed = got.outcome == "failed"
-        if failed or self._kept_bytes < self.options.keep_bytes:
-            record.raw = b"".join(exchange.pieces)[:RAW_LIMIT]
-            self._kept_bytes += 0 if failed else len(record.raw)
+        record.error = self._hide(record.error)
+        if got.outcome == "failed":
+            record.raw = self._kept(exchange, RAW_TOTAL - self._kept_failed_bytes)
+            self._kept_failed_bytes += len(record.raw)
+        elif self._kept_bytes < self.options.keep_bytes:
+            record.raw = self._kept(exchange, self.options.keep_bytes - self._kept_bytes)
+            self._kept_bytes += len(record.raw)
+
+    def _kept(self, exchange: Exchange, room: int) -> bytes:
+        """The first bytes of a response without the secrets in it: cut first, half of one would stay."""
+        if room <= 0:
+            return b""
+        return self._hide(b"".join(exchange.pieces).decode("latin-1")).encode("latin-1")[: min(room, RAW_LIMIT)]
 
 
 _FROM_ANSWER = tuple(name for name in Answer._fields if name in Record.__dataclass_fields__)

@@ -1,16 +1,33 @@
 """The command line: parse, call one function, print. The help texts are the manual; README's blocks come from them."""
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from llm_bench import __version__, terminal
 from llm_bench.errors import BenchError
+
+
+class InterruptError(BenchError):
+    exit_code = 130
+
+
+class _Commands(TyperGroup):
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:  # typer itself would end without a word
+            raise InterruptError("interrupted; what was measured before is on disk") from None
+
 
 app = typer.Typer(
     name="llm-bench",
+    cls=_Commands,
     help="Load-test LLM serving engines: replay a trace, record what users feel, report what the data carry.",
     no_args_is_help=True,
     add_completion=False,
@@ -20,6 +37,22 @@ app = typer.Typer(
 targets_app = typer.Typer(help="Look at targets.", no_args_is_help=True)
 app.add_typer(targets_app, name="targets")
 
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        terminal.show(f"llm-bench {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 TargetsFile = Annotated[Path, typer.Option(help="File of declared targets.")]
 Api = Annotated[str, typer.Option(help="Protocol: a row of the README's table; default: openai-chat.")]
 Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
@@ -27,17 +60,59 @@ KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the t
 Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
 MaxLen = Annotated[int, typer.Option(help="Context limit in tokens; default: what the target says.")]
 Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
-Metrics = Annotated[str, typer.Option(help="Comma-separated: <series>_<reducer>, or a per-cell name.")]
+Metrics = Annotated[str, typer.Option(help="Comma-separated names of README's table Metrics, e.g. ttft_p95.")]
 Format = Annotated[str, typer.Option(help="terminal, md, json or csv.")]
 
 
-def _numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
+_SECONDS = (0, 1_000_000)  # eleven days; some libraries keep time-outs as milliseconds in 31 bits
+# Every option that takes a number -> (least, most). What is outside has no meaning or would not fit where it goes.
+LIMITS: dict[str, tuple[float, float]] = {
+    "concurrency": (1, 100_000),
+    "rate": (1e-6, 1e6),  # requests/s
+    "burstiness": (1e-3, 1e6),
+    "speed": (1e-6, 1e6),
+    "max_in_flight": (1, 1_000_000),
+    "requests": (1, 10_000_000),
+    "duration": (1e-3, 1_000_000),
+    "warmup": (0, 1_000_000),
+    "drain": _SECONDS,
+    "seed": (0, 2**63 - 1),
+    "retries": (0, 100),
+    "block_size": (1, 10_000_000),
+    "skip_bad": (0, 10_000_000),
+    "max_model_len": (0, 100_000_000),
+    "ready_timeout": _SECONDS,
+    "connect_timeout": _SECONDS,
+    "ttft_timeout": _SECONDS,
+    "stall_timeout": _SECONDS,
+    "total_timeout": _SECONDS,
+    "keep_bytes": (0, 1_000_000_000),
+    "fail_on_error_rate": (0, 1),
+}
+
+
+def _check_number(name: str, value: float) -> None:
+    least, most = LIMITS[name]
+    if not least <= value <= most:  # nan too is outside
+        raise BenchError(f"--{name.replace('_', '-')} {value}: expected a number from {least:,} to {most:,}")
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if type(value) in (int, float):
+            _check_number(name, value)
+
+
+def _numbers(text: str, name: str, kind: Callable[[str], Any]) -> list[Any]:
+    option = f"--{name}"
     try:
         values = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise BenchError(f"{option} {text!r}: expected numbers such as 1,8,32") from None
-    if not values or not all(0 < v < float("inf") for v in values):
-        raise BenchError(f"{option} {text!r}: expected numbers above 0")
+    if not values:
+        raise BenchError(f"{option} {text!r}: expected a number")
+    for value in values:
+        _check_number(name, value)
     if len(set(values)) < len(values):
         raise BenchError(f"{option} {text!r}: a load is named twice")
     return values
@@ -51,24 +126,23 @@ def _loads(
     given = [name for name, on in (("--concurrency", concurrency), ("--rate", rate), ("--replay", replay)) if on]
     if len(given) > 1:
         raise BenchError(f"{' and '.join(given)}: give one of them; each is another kind of load")
-    if cap is not None and (cap < 1 or concurrency):
-        raise BenchError("--max-in-flight is the cap of an open loop (--rate or --replay), a number from 1")
-    if not 0 < speed < float("inf") or not 0 < burstiness < float("inf"):
-        raise BenchError("--speed and --burstiness must be above 0")
+    if cap is not None and concurrency:
+        raise BenchError("--max-in-flight is the cap of an open loop (--rate or --replay)")
     if (concurrency or rate) and speed != 1:
         raise BenchError("--speed is of a replay (--replay); --concurrency and --rate do not use the trace's times")
     if not rate and (constant or burstiness != 1):
         raise BenchError("--burstiness and --constant shape the arrivals of --rate")
     if concurrency:
-        return [Load(concurrency=n) for n in _numbers(concurrency, "--concurrency", int)]
+        return [Load(concurrency=n) for n in _numbers(concurrency, "concurrency", int)]
     if rate:
         shape = None if constant else burstiness
-        return [Load(rate=r, burstiness=shape, max_in_flight=cap) for r in _numbers(rate, "--rate", float)]
+        return [Load(rate=r, burstiness=shape, max_in_flight=cap) for r in _numbers(rate, "rate", float)]
     return [Load(speed=speed, max_in_flight=cap)]
 
 
 @app.command()
 def run(
+    context: typer.Context,
     targets: Annotated[str, typer.Option(help="name,name=url,url: declared in targets.toml, or reference, or null.")],
     trace: Annotated[Path, typer.Option(help="Trace file; its format is found by its keys.")],
     concurrency: Annotated[str, typer.Option(help="Closed loop: this many slots, e.g. 1,8,32.")] = "",
@@ -133,7 +207,11 @@ def run(
     format: Format = "terminal",  # noqa: A002
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
 ) -> None:
-    """Replay a trace against targets at each load, and report."""
+    """Replay a trace against targets at each load, and report.
+
+    Without --concurrency, --rate or --replay the trace is replayed at its own times. Several loads, or several targets,
+    are measured one after the other. Metrics are listed in the README, under "Metrics".
+    """
     from llm_bench import report
     from llm_bench import run as runs
     from llm_bench import targets as known
@@ -142,11 +220,7 @@ def run(
 
     if too_long not in ("refuse", "skip", "clip"):
         raise BenchError(f"--too-long {too_long!r}: expected refuse, skip or clip")
-    if retries < 0 or skip_bad < 0 or keep_bytes < 0 or not 0 <= fail_on_error_rate <= 1:
-        raise BenchError("--retries, --skip-bad and --keep-bytes are from 0 up, --fail-on-error-rate between 0 and 1")
-    for option, value in (("--requests", requests), ("--duration", duration), ("--block-size", block_size)):
-        if value is not None and not value > 0:
-            raise BenchError(f"{option} {value}: expected a number above 0")
+    _check_numbers(context.params)
     loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
     names = report.parse_metrics(metrics)
     report.check_format(format)
@@ -169,11 +243,11 @@ def run(
         ready_s=ready_timeout,
         timeouts=Timeouts(*(limit or None for limit in limits)),
     )
-    say, live = _voice()
+    say, live = terminal.voice()
     ended = runs.run(job, options, say, live)
     say(f"records: {options.out}")
     found = report.load_run(options.out)
-    sys.stdout.write(report.render(found, names, format))
+    terminal.show(report.render(found, names, format), f"; the records are whole: llm-bench report {options.out}")
     raise typer.Exit(_exit_code(ended, report.verdict(found), fail_on_error_rate, fail_on_doubt, say))
 
 
@@ -203,34 +277,6 @@ def _new_folder(names: list[str]) -> Path:
     return next(path for path in map(Path, (stem, *(f"{stem}-{i}" for i in range(2, 1000)))) if not path.exists())
 
 
-def _voice() -> tuple[Callable[[str], None], Callable[[str], None]]:
-    """(say, live) on stderr: a line that stays; and one that is overwritten, or every 5 s a line where no one looks."""
-    import time
-
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        status = console.status("")
-
-        def live(text: str) -> None:
-            if not text:
-                status.stop()
-                return
-            status.update(text)
-            status.start()
-
-        return lambda text: console.print(text, markup=False), live
-    last = [time.monotonic()]
-
-    def sparse(text: str) -> None:
-        if text and time.monotonic() - last[0] >= 5:
-            last[0] = time.monotonic()
-            console.print(text, markup=False)
-
-    return lambda text: console.print(text, markup=False), sparse
-
-
 @app.command()
 def report(
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; default: the newest in runs/.")] = None,
@@ -244,13 +290,14 @@ def report(
     names = reports.parse_metrics(metrics)
     reports.check_format(format)
     found = [reports.load_run(path) for path in runs or [reports.newest(Path("runs"))]]
-    sys.stdout.write(reports.render_all(found, names, format))
+    terminal.show(reports.render_all(found, names, format))
     if fail_on_doubt and any(reports.verdict(run).doubts for run in found):
         raise typer.Exit(3)
 
 
 @targets_app.command("check")
 def check(
+    context: typer.Context,
     targets: Annotated[str, typer.Argument(help="name,name=url,url: as for `run --targets`.")],
     api: Api = "",
     model: Model = "",
@@ -260,30 +307,48 @@ def check(
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
 ) -> None:
-    """Ask each target what every measurement needs to know: reachable, models, usage, pinned lengths, round trip."""
+    """Ask each target what a measurement needs to know.
+
+    Is it reachable, which models has it, does it count its tokens, can lengths be pinned, how far away is it.
+    """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
+    from llm_bench import probe, prompts
     from llm_bench import targets as known
 
-    say, _ = _voice()
-    for declared in known.parse(targets, targets_file, _given(api, model, key_env, tokenizer, max_model_len)):
+    _check_numbers(context.params)
+    say, _ = terminal.voice()
+    chosen = known.parse(targets, targets_file, _given(api, model, key_env, tokenizer, max_model_len))
+    for declared in chosen:
+        if declared.tokenizer:
+            prompts.exact(declared.tokenizer)  # refused here, not in a run
+    for declared in chosen:
         with known.running(declared, say) as target:
-            found = known.probe(target, say, ready_timeout)
-        table = Table(title=target.name, title_justify="left", show_header=False)
-        for row in known.check_rows(target, found):
-            table.add_row(*row)
-        Console().print(table)
+            found = probe.probe(target, say, ready_timeout)
+        table = Table(title=escape(target.name), title_justify="left", show_header=False)
+        for row in probe.check_rows(target, found):
+            table.add_row(*map(escape, row))
+        console = Console()
+        with console.capture() as shown:
+            console.print(table)
+        terminal.show(shown.get())
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def serve(context: typer.Context) -> None:
-    """Start the reference engine alone: llm-bench serve --model tiny --port 8000 (its own --help lists the knobs)."""
-    import os
+    """Start the reference engine alone; --help lists its knobs."""
+    import subprocess
     from importlib.util import find_spec
 
     from llm_bench.targets import ENGINE_NEEDS
 
+    engine = [sys.executable, "-m", "reference_engine", *context.args]
+    if not {"-h", "--help"}.isdisjoint(context.args):
+        shown = subprocess.run(engine, capture_output=True, text=True, check=False)
+        terminal.show(shown.stdout.replace("python -m reference_engine", "llm-bench serve"))
+        raise typer.Exit(shown.returncode)
     simulated = any(arg.startswith("sim:") for arg in context.args)
     missing = [name for name in ENGINE_NEEDS if find_spec(name) is None and not (simulated and name == "torch")]
     if missing:
@@ -291,25 +356,24 @@ def serve(context: typer.Context) -> None:
             f"serve: the engine needs {', '.join(missing)}: in the project's folder, "
             "pip install --constraint constraints.txt '.[engine]'"
         )
-    os.execv(sys.executable, [sys.executable, "-m", "reference_engine", *context.args])
+    os.execv(sys.executable, engine)
 
 
 def main() -> None:
     """Entry point: errors of the user's are one line and exit code 2, never a traceback."""
+    terminal.prepare()
     try:
         app()
     except BenchError as e:
-        sys.stderr.write(f"llm-bench: {e}\n")
+        terminal.fail(str(e))
         sys.exit(e.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("llm-bench: interrupted; what was measured before is on disk\n")
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone, e.g. `| head`
-        sys.exit(1)
-    except Exception:  # noqa: BLE001  # ours: the whole traceback, and a code that is no verdict on the target
+    except Exception as e:  # noqa: BLE001  # ours: the whole traceback, and a code that is no verdict on the target
         import traceback
 
+        if terminal.is_full(e):  # typer's own printing of a help text
+            terminal.drop_stdout()
+            terminal.fail(f"standard output cannot be written: {e}")
+            sys.exit(1)
         traceback.print_exc()
         sys.exit(5)
 

@@ -140,7 +140,8 @@ def _chat_choice(choice: JsonObject) -> Delta:
     if delta is None:
         delta = choice.get("message")  # a whole body has the same fields under this name
     delta = {} if delta is None else _object(delta, "delta")
-    text = _text(delta, "content") + _text(delta, "refusal")
+    content = delta.get("content")
+    text = (_parts(content, "text") if isinstance(content, list) else _text(delta, "content")) + _text(delta, "refusal")
     reasoning = _text(delta, "reasoning")
     other = _text(delta, "reasoning_content")
     if other != reasoning:  # gateways send both names at once, with the same text
@@ -152,6 +153,11 @@ def _chat_choice(choice: JsonObject) -> Delta:
     ids = _ids(choice)
     bears = bool(text or reasoning or tool or ids > 0)
     return Delta(_index(choice), text, reasoning, tool, ids, _text(choice, "finish_reason"), bears)
+
+
+def _parts(parts: list[Any], kind: str) -> str:
+    """Text of the parts of a content that is a list, as some servers of multimodal models send it."""
+    return "".join(_text(_object(part, "content part"), kind) for part in parts)
 
 
 def _completions_choice(choice: JsonObject) -> Delta:

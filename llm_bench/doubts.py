@@ -7,50 +7,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llm_bench import metrics, windows
+from llm_bench.client import CLIENT_CHECKS
+from llm_bench.columns import Cell
+from llm_bench.facts import STOPPED, Facts
+from llm_bench.identities import identities
 from llm_bench.metrics import Value
-from llm_bench.records import Cell
-from llm_bench.series import NOTHING, ONE_STAMP, SERIES, due_in, outcome_in
+from llm_bench.outcomes import failures, retried
+from llm_bench.series import NOTHING, ONE_STAMP, SERIES, outcome_in
 from llm_bench.windows import Window
 
-MAX_CLIENT_LAG_MS = 10.0  # the client's own lateness, p99
-MAX_CLIENT_LAG_SHARE = 0.05  # the same against the median TTFT
-MAX_CPU_SHARE = 0.85
 MAX_TOKENS_OFF = 0.02  # delivered against asked, prompt tokens against planned
 MAX_CACHED_SHARE = 0.01
 MAX_BURST_SHARE = 0.5
 MAX_FAILED_SHARE = 0.01  # all failures are listed; above this the ok ones are no longer the whole story
 MAX_WAITING_SHARE = 0.2
 MAX_RTT_SHARE = 0.1  # of the smaller TTFT
+QUIET_GAPS = 10  # mean gaps without an arrival: by chance once in 20,000 times
 
 
 class Doubt(NamedTuple):
     kind: str
     text: str
-
-
-class Facts(NamedTuple):
-    """What a check may look at. `end`: how the driver says the cell ended, {} after a crash."""
-
-    cell: Cell
-    window: Window
-    siblings: Sequence[Cell]  # the other cells of the run
-    values: Sequence[Value]  # the figures asked for
-    end: Mapping[str, Any]
-
-    @property
-    def due(self) -> np.ndarray:
-        return due_in(self.cell, self.window)
-
-    @property
-    def ok(self) -> np.ndarray:
-        return np.asarray(self.due & outcome_in(self.cell, "ok"))
-
-    def header(self, section: str) -> Mapping[str, Any]:
-        found = self.cell.header.get(section)
-        return found if isinstance(found, Mapping) else {}
-
-    def figure(self, name: str) -> float | None:
-        return metrics.compute(name, self.cell, self.window).value
 
 
 def doubts(
@@ -75,31 +52,45 @@ def _incomplete(f: Facts) -> str:
 
 
 def _stopped(f: Facts) -> str:
-    reason = f.end.get("reason", "")
-    if reason in ("interrupted", "target gone"):
-        return f"the cell ended early: {reason}. Run it again"
-    if reason == "exhausted" and f.header("load").get("duration_s"):
-        return "the requests ran out before --duration was over. Give more requests, or --loop-trace"
-    return ""
+    reason, planned = f.end.get("reason") or "", f.header("plan").get("requests") or f.cell.n
+    if reason in STOPPED:
+        return f"{STOPPED[reason]}. Run it again"
+    if reason != "exhausted" or not _fell_short(f):
+        return ""
+    if f.header("settings").get("loop_trace"):
+        return f"the {planned} requests planned at most ran out before --duration was over. Give --requests above that"
+    return f"the {planned} requests ran out before --duration was over. Give more, or --loop-trace"
+
+
+def _fell_short(f: Facts) -> bool:
+    """Of --duration: a closed loop that ran out, or an open one whose last request came long before its end."""
+    duration_s, n = f.header("load").get("duration_s"), f.cell.n
+    if not duration_s or f.header("load").get("kind") == "closed" or n < 2:
+        return bool(duration_s)
+    due = f.cell["due_ns"]
+    ran_s = (int(due[-1]) - (f.end.get("start_ns") or int(due[0]))) / 1e9
+    return bool(duration_s - ran_s > QUIET_GAPS * (due[-1] - due[0]) / 1e9 / (n - 1))
 
 
 def _too_short(f: Facts) -> str:
     if f.window.state != windows.TOO_SHORT:
         return ""
     slots = f.header("load").get("concurrency")
-    least = f"at least {windows.LEAST_WAVES * slots}" if slots else "some"
-    found = f"{f.window.requests} requests in the window, {least} are needed"
-    if f.window.rule.startswith("whole run"):
-        found = f"the figures are of the {f.window.rule}"
-    return f"{found}. Give more --requests or a longer --duration"
+    least = windows.LEAST_WAVES * slots if slots else windows.LEAST_OPEN
+    found = f"{f.window.requests} requests in the window, at least {least} are needed"
+    if f.window.requests >= least:
+        found = f"the first requests took longer than the {f.window.seconds:.1f} s of the window: load was still rising"
+    if not f.window.opened:
+        found = "the window never opened, so the figures are of the whole run, its ramp and drain included"
+    return f"{found}; {f.stopped}" if f.stopped else f"{found}. Give more --requests or a longer --duration"
 
 
 def _overload(f: Facts) -> str:
     if not f.window.growth:
         return ""
     return (
-        f"overloaded: backlog grows {f.window.growth:.2f} requests/s ({f.figure('arrival_rate'):.2f}/s arrive), so "
-        "percentiles depend on how long the run was. Lower the rate"
+        f"backlog grows {f.window.growth:.2f} requests/s where {f.figure('arrival_rate'):.2f}/s arrive, so all other "
+        "figures depend on how long the run was. Lower --rate or --speed"
     )
 
 
@@ -118,73 +109,51 @@ def _not_sustained(f: Facts) -> str:
     cap = f.header("load").get("max_in_flight")
     held = f"the cap of {cap} in flight" if cap else "the client"
     return (
-        f"not sustained: offered {offered:.2f}/s, completed {int(ok.sum()) / span_s:.2f}/s over {span_s:.1f} s; "
+        f"offered {offered:.2f}/s, completed {int(ok.sum()) / span_s:.2f}/s over {span_s:.1f} s; "
         f"{waiting} of {f.cell.n} requests were still held back by {held} at the last due time. "
         "Lower the rate or raise the cap"
     )
 
 
 def _few(f: Facts) -> str:
-    short = [v for v in f.values if "between the two largest" in v.refusal]
+    short = [v for v in f.values if v.few]
     if not short:
         return ""
     found = f"{', '.join(v.name for v in short)}: {'; '.join(dict.fromkeys(v.refusal for v in short))}"
-    return f"{found}. Give more --requests, or read a lower percentile"
+    return f"{found}. {'Read' if f.stopped else 'Give more --requests, or read'} a lower percentile"
 
 
 def _cut(f: Facts) -> str:
     cut = int((f.due & outcome_in(f.cell, "cut_at_end")).sum())
     if not cut:
         return ""
-    return f"{cut} of {int(f.due.sum())} requests were cut at the end: neither slow nor fast, left out. Raise --drain"
+    reason = f.end.get("reason") or ""
+    when = f"when {STOPPED[reason]}" if reason in STOPPED else "at the end"
+    advice = ". Raise --drain" if reason in ("exhausted", "duration") else ""
+    return f"{cut} of {int(f.due.sum())} were in flight {when}: neither slow nor fast, left out{advice}"
 
 
 def _identities(f: Facts) -> str:
-    return "; ".join(metrics.identities(f.cell, f.window, f.end))
-
-
-# ---- the client ----
-
-
-def _client_lag(f: Facts) -> str:
-    lags = SERIES["lag_client"].of(f.cell, NOTHING).values[f.due & windows.attempted(f.cell)]
-    lags = lags[~np.isnan(lags)]
-    if not len(lags):
-        return ""
-    lag, ttft = float(np.quantile(lags, 0.99)), f.figure("ttft_p50")
-    share = lag / ttft if ttft else 0.0
-    if lag <= MAX_CLIENT_LAG_MS and share <= MAX_CLIENT_LAG_SHARE:
-        return ""
-    against = f", {share:.0%} of the median TTFT" if ttft else ""
-    return (
-        f"this client sent up to {lag:.2f} ms late (p99{against}). Lower the load, or use a quieter or faster machine"
-    )
-
-
-def _event_loop(f: Facts) -> str:
-    lag, cpu = f.end.get("loop_lag_p99_ms", 0.0), f.end.get("client_cpu_share", 0.0)
-    found = [f"its event loop ran {lag:.1f} ms late (p99)"] if lag > MAX_CLIENT_LAG_MS else []
-    found += [f"it used {cpu:.0%} of a core"] if cpu > MAX_CPU_SHARE else []
-    return f"this client was busy: {' and '.join(found)}. Stamps may be late; lower the load" if found else ""
+    return "; ".join(identities(f.cell, f.window, f.end))
 
 
 # ---- the work ----
 
 
 def _delivered(f: Facts) -> str:
-    rows = f.ok & (f.cell["asked_out"] > 0) & (f.cell["tokens_out"] >= 0) & (f.cell["tokens_out_from"] != "events")
-    asked, got = int(f.cell["asked_out"][rows].sum()), int(f.cell["tokens_out"][rows].sum())
+    rows = f.ok & (f.cell["asked_out"] > 0) & (f.cell["tokens_out"] >= 0) & ~f.cell.among("tokens_out_from", "events")
+    asked, got = int((f.cell["asked_out"] * f.cell.choices)[rows].sum()), int(f.cell["tokens_out"][rows].sum())
     if not asked or abs(got / asked - 1) <= MAX_TOKENS_OFF:
         return ""
     pinned = f.header("probe").get("lengths_pinned")
     cause = "although a probe showed that lengths can be pinned" if pinned else "the server ends answers itself"
-    return f"{got} tokens were delivered of {asked} asked ({got / asked:.1%}): {cause}. Compare tokens, not requests"
+    return f"{got} of {asked} asked ({got / asked:.1%}): {cause}. Compare tokens, not requests"
 
 
 def _not_pinned(f: Facts) -> str:
     if f.header("probe").get("lengths_pinned", True) or not (f.ok & (f.cell["asked_out"] > 0)).any():
         return ""
-    return "the target does not let answer lengths be pinned: other targets may be doing other work. Compare tokens/s"
+    return "the target may end answers where it likes: other targets may be doing other work. Compare tokens/s"
 
 
 def _prompt_tokens(f: Facts) -> str:
@@ -193,7 +162,7 @@ def _prompt_tokens(f: Facts) -> str:
     if not planned or abs(got / planned - 1) <= MAX_TOKENS_OFF:
         return ""
     return (
-        f"the server counted {got} prompt tokens where {planned} were planned ({got / planned - 1:+.1%}). "
+        f"the server counted {got} where {planned} were planned ({got / planned - 1:+.1%}). "
         "Give --tokenizer, so that prompts are sized exactly"
     )
 
@@ -212,8 +181,8 @@ def _repeated(f: Facts) -> str:
     if not within and not across:
         return ""
     return (
-        f"{within} prompts repeat within the cell and {across} were sent in an earlier cell of the run: a prefix cache "
-        "makes them faster. Use a trace with distinct prompts"
+        f"{within} within the cell and {across} of an earlier cell of the run: a prefix cache makes them faster. "
+        "Use a trace with distinct ones"
     )
 
 
@@ -225,7 +194,7 @@ def _hashes(cell: Cell) -> np.ndarray:
 def _sharing_planned(f: Facts) -> bool:
     """By the trace. Prompts reused because the user asked for it are no such plan: their cells are not comparable."""
     plan = f.header("plan")
-    return bool(plan.get("shares") or plan.get("sessions") or (f.cell["session"] != "").any())
+    return bool(plan.get("shares") or plan.get("sessions") or windows.has_sessions(f.cell))
 
 
 def _cached(f: Facts) -> str:
@@ -233,27 +202,33 @@ def _cached(f: Facts) -> str:
     rows = f.ok & (f.cell["tokens_cached"] >= 0) & (f.cell["tokens_in"] > 0)
     if not rows.any() or _sharing_planned(f):
         return ""
-    template = math.ceil(max(f.header("probe").get("base_tokens", 0.0), 0.0))
+    template = math.ceil(max(f.header("probe").get("base_tokens") or 0.0, 0.0))
     share = float(np.maximum(f.cell["tokens_cached"][rows] - template, 0).sum() / f.cell["tokens_in"][rows].sum())
     if share <= MAX_CACHED_SHARE:
         return ""
     return (
-        f"prompts were already cached: the server took {share:.1%} of the prompt tokens from its cache, the template's "
-        f"{template} left out, and the trace plans no sharing. TTFT and throughput are not comparable with a cold run; "
-        "restart the server"
+        f"the server took {share:.1%} of their tokens from its cache, the template's {template} left out, and the "
+        "trace plans no sharing. TTFT and throughput are not comparable with a cold run; restart the server"
     )
 
 
 def _estimated(f: Facts) -> str:
-    rows = int((f.ok & ~np.isin(f.cell["tokens_out_from"].astype(str), ("usage",))).sum())
+    rows = int((f.ok & ~f.cell.among("tokens_out_from", "usage")).sum())
     if not rows:
         return ""
-    return f"output tokens of {rows} of {int(f.ok.sum())} requests are estimates: the server sent no usage. Ask it to"
+    return f"the server sent no usage for {rows} of {int(f.ok.sum())} requests. Ask it to"
 
 
 def _end_unproven(f: Facts) -> str:
-    rows = sum("end unproven" in labels for labels, ok in zip(f.cell.labels, f.ok, strict=True) if ok)
+    rows = int((f.ok & f.cell.labelled("end unproven")).sum())
     return f"{rows} answers ended without a finish_reason: a cut answer would look the same" if rows else ""
+
+
+def _unreadable(f: Facts) -> str:
+    rows = int((f.ok & f.cell.labelled("unreadable event")).sum())
+    if not rows:
+        return ""
+    return f"a part of {rows} of {int(f.ok.sum())} answers could not be read: tokens may be missing from them"
 
 
 def _burst(f: Facts) -> str:
@@ -263,19 +238,19 @@ def _burst(f: Facts) -> str:
     if (zero or 0.0) <= MAX_BURST_SHARE and share <= MAX_BURST_SHARE:
         return ""
     return (
-        f"tokens come in bursts: {zero or 0.0:.0%} of the gaps are 0 and {share:.0%} of the answers came at once: "
+        f"{zero or 0.0:.0%} of the gaps are 0 and {share:.0%} of the answers came at once: "
         "ITL and TPOT say how they were delivered, not made. Look for a proxy that buffers, or a stream interval"
     )
 
 
 def _too_long(f: Facts) -> str:
     effect = str(f.header("settings").get("too_long", ""))
-    return "" if effect in ("", "refuse", "skip", "clip") else f"the trace was changed to fit the target: {effect}"
+    return "" if effect in ("", "refuse", "skip", "clip") else effect
 
 
 def _turns(f: Facts) -> str:
-    lost = f.end.get("turns_not_sent", 0)
-    return f"{lost} later turns were not sent, since a turn before them failed or was cut" if lost else ""
+    lost = f.end.get("turns_not_sent") or 0
+    return f"{lost}, since one before them failed or was cut" if lost else ""
 
 
 def _failed(f: Facts) -> str:
@@ -283,16 +258,16 @@ def _failed(f: Facts) -> str:
     share = f.figure("error_rate") or 0.0
     if share <= MAX_FAILED_SHARE:
         return ""
-    kinds, counts = np.unique(f.cell["error_kind"][failed].astype(str), return_counts=True)
-    listed = ", ".join(f"{kind} {count}" for kind, count in zip(kinds, counts, strict=True))
-    return f"{share:.1%} of the requests failed ({listed}): latencies are of the others. Read the all-requests figures"
+    listed = "; ".join(failure.text for failure in failures(f.cell, failed))
+    left = "latencies are of the others. Read the all-requests figures" if f.ok.any() else "there is no latency to read"
+    return f"{share:.1%} ({listed}): {left}"
 
 
 def _retried(f: Facts) -> str:
-    rows = int((f.due & (f.cell["attempts"] > 1)).sum())
+    rows = int((f.ok & retried(f.cell)).sum())
     if not rows:
         return ""
-    return f"{rows} requests needed more than one attempt; without --retries they would have failed"
+    return f"{rows} of {int(f.ok.sum())} ok requests were not so at first; without --retries they would have failed"
 
 
 # ---- other targets of the run ----
@@ -307,7 +282,7 @@ def _targets_differ(f: Facts) -> str:
         for key in mine
         if mine[key] and theirs[key] and mine[key] != theirs[key]
     ]
-    return f"not the same work: {'; '.join(found)}" if found else ""
+    return f"{'; '.join(found)}: not the same work" if found else ""
 
 
 def _round_trips(f: Facts) -> str:
@@ -321,7 +296,7 @@ def _round_trips(f: Facts) -> str:
         their_ttft = metrics.compute("ttft_p50", other, windows.of(other)).value or ttft
         if abs(mine - theirs) > MAX_RTT_SHARE * min(ttft, their_ttft):
             return (
-                f"the network round trip is {mine:.2f} ms here and {theirs:.2f} ms to {_name(other)}: over "
+                f"a round trip takes {mine:.2f} ms here and {theirs:.2f} ms to {_name(other)}: over "
                 f"{MAX_RTT_SHARE:.0%} of the smaller TTFT. Measure both over the same path"
             )
     return ""
@@ -348,8 +323,7 @@ CHECKS: dict[str, Callable[[Facts], str]] = {
     "cut requests": _cut,
     "failed requests": _failed,
     "retries": _retried,
-    "client lateness": _client_lag,
-    "client busy": _event_loop,
+    **CLIENT_CHECKS,
     "delivered tokens": _delivered,
     "lengths not pinned": _not_pinned,
     "prompt tokens": _prompt_tokens,
@@ -357,6 +331,7 @@ CHECKS: dict[str, Callable[[Facts], str]] = {
     "cached prompts": _cached,
     "estimated tokens": _estimated,
     "end unproven": _end_unproven,
+    "unreadable events": _unreadable,
     "burst streams": _burst,
     "trace changed": _too_long,
     "turns not sent": _turns,

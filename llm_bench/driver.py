@@ -14,7 +14,7 @@ import numpy as np
 
 from llm_bench.clock import Timer, now_ns
 from llm_bench.exchange import CANCELLED, CLOSED, COMPLETE, CUT, Exchange
-from llm_bench.wire import Tried
+from llm_bench.retry import Tried
 
 
 class Plan(Protocol):
@@ -45,6 +45,13 @@ class Flight:
 
 Send = Callable[[bytes, float | None], Awaitable[Tried]]  # cancelled, it returns what it has, ended as CUT
 Done = Callable[[Flight], bool | None]  # False: the answer is a failure, so its conversation ends
+
+
+Note = Callable[[int, int], None]  # (row, due_ns) of a request that has become due
+
+
+def _no_note(row: int, due_ns: int) -> None:
+    pass
 
 
 class Gauge:
@@ -86,6 +93,50 @@ class Drive:
     cut: int = 0  # closed by us in flight
 
 
+class Slots(Protocol):
+    """What the slots of a closed loop know of each other, in this process and in those that share the loop."""
+
+    numbers: Sequence[int]  # of this process's slots, among all
+    alone: bool  # no other process takes conversations of this plan
+    opened_ns: int  # when the window opened, 0: not yet
+
+    def take(self) -> int:
+        """The row that begins the next conversation, which now holds a slot; -1: none is left."""
+        ...
+
+    def leave(self) -> None: ...  # a conversation has given its slot back
+    def ended(self, row: int) -> None: ...  # a request has ended
+    def warm(self, warmup: int) -> bool: ...  # `warmup` requests and the first wave have ended, and all slots are held
+
+
+class OwnSlots:
+    """The slots of a loop that is all in this process."""
+
+    def __init__(self, first: Sequence[int], concurrency: int) -> None:
+        self.numbers: Sequence[int] = range(min(concurrency, len(first)))
+        self.alone = True
+        self.opened_ns = 0
+        self._concurrency = concurrency
+        self._waiting = iter(first)
+        self._wave = set(first[:concurrency])  # rows of the first wave that have not ended
+        self._busy = self._ended = 0
+
+    def take(self) -> int:
+        row = next(self._waiting, -1)
+        self._busy += row >= 0
+        return row
+
+    def leave(self) -> None:
+        self._busy -= 1
+
+    def ended(self, row: int) -> None:
+        self._ended += 1
+        self._wave.discard(row)
+
+    def warm(self, warmup: int) -> bool:
+        return not self._wave and self._ended >= warmup and self._busy >= self._concurrency
+
+
 async def closed_loop(
     plan: Plan,
     send: Send,
@@ -98,44 +149,54 @@ async def closed_loop(
     drain_s: float | None,
     stop: asyncio.Event,
     gauge: Gauge | None = None,
+    slots: Slots | None = None,
+    start_ns: int = 0,
+    note: Note = _no_note,
 ) -> Drive:
     """`concurrency` slots, each with one conversation at a time; the first wave is spread evenly over `ramp_s`.
 
     A request is due when its slot became free. The window opens, without draining, at the first moment at which
     `warmup` requests and the whole first wave have ended and every slot is busy (a user who thinks is busy); after
-    `duration_s` of window no request is sent. What is in flight `drain_s` later is cut. Exceptions of `send` and
-    `done` end the drive.
+    `duration_s` of window no request is sent. What is in flight `drain_s` later is cut; None: `send` ends each request
+    by the limits of its own, and nothing is cut. Exceptions of `send` and `done` end the drive. `slots`: this process's
+    part where several share the loop; `start_ns`: their common start. `note` is told each (row, due_ns).
     """
-    first_wave = set(plan.first[:concurrency])  # rows of it that have not ended
-    busy = 0
+    held: Slots = OwnSlots(plan.first, concurrency) if slots is None else slots
+    armed = False
 
-    def look_for_window(due_ns: int) -> None:
-        if drive.window_open_ns or first_wave or flights.gauge.ended < warmup or busy < concurrency:
+    def look_for_window(row: int, due_ns: int) -> None:
+        note(row, due_ns)
+        if not held.opened_ns and held.warm(warmup):
+            held.opened_ns = due_ns
+        look_for_end()
+
+    def look_for_end() -> None:
+        nonlocal armed
+        if armed or not held.opened_ns:
             return
-        drive.window_open_ns = due_ns
+        armed = True
+        drive.window_open_ns = held.opened_ns
         if duration_s is not None:
-            flights.timer.call_at(due_ns + round(duration_s * 1e9), lambda: flights.end("duration"))
+            flights.timer.call_at(held.opened_ns + round(duration_s * 1e9), lambda: flights.end("duration"))
 
     def ended(flight: Flight) -> bool | None:
-        first_wave.discard(flight.index)
+        held.ended(flight.index)
         return done(flight)
 
-    flights = _Flights(plan, send, ended, gauge or Gauge(), look_for_window)
+    flights = _Flights(plan, send, ended, gauge or Gauge(), look_for_window, coming=None if held.alone else 1 << 62)
     drive = flights.drive
-    waiting = iter(plan.first)
 
     async def slot(due_ns: int) -> None:
-        nonlocal busy
         await flights.sleep_until(due_ns)
-        while not drive.reason and (first := next(waiting, -1)) >= 0:
-            busy += 1
+        while not drive.reason and (first := held.take()) >= 0:
             flights.begin(first, due_ns)
             due_ns = await flights.conversation(first, due_ns)
-            busy -= 1
+            held.leave()
+            look_for_end()  # another process may have seen the window open
         drive.window_close_ns = drive.window_close_ns or due_ns
 
-    drive.start_ns = now_ns()
-    for number in range(len(first_wave)):
+    drive.start_ns = start_ns or now_ns()
+    for number in held.numbers:
         flights.start(slot(drive.start_ns + round(ramp_s * 1e9 * number / concurrency)))
     await flights.run(stop, drain_s)
     return drive
@@ -151,15 +212,24 @@ async def open_loop(
     drain_s: float | None,
     stop: asyncio.Event,
     gauge: Gauge | None = None,
+    firsts: Sequence[int] | None = None,
+    start_ns: int = 0,
+    note: Note = _no_note,
 ) -> Drive:
     """Each request at start + due_ns, whatever became of those before; beyond `max_in_flight` they queue in due order.
 
-    Requests due after `duration_s` are no part of the drive. `drain_s` runs from the last due time: what is then in
-    flight is cut, what still queues is dropped; `stop` does both at once. Exceptions of `send` and `done` end it.
+    Requests due after `duration_s` are no part of the drive. `drain_s` runs from the last due time (with conversations:
+    from when no turn can become due any more): what is in flight at its end is cut, what still queues is dropped;
+    `stop` does both at once. None: all fly to their end, within the limits that `send` gives each. A server that fell
+    behind then works off what piled up, the queue under the cap too, after the window has closed: no latency of an
+    overload is cut short, and the drive lasts as long as that takes. Exceptions of `send` and `done` end it. `firsts`:
+    the conversations of this process where several share the plan; `start_ns`: their common start. `note` is told each
+    (row, due_ns).
     """
+    mine = plan.first if firsts is None else firsts
     last_ns = round(duration_s * 1e9) if duration_s is not None else 1 << 62
-    order = sorted((i for i in plan.first if plan.due_ns[i] <= last_ns), key=plan.due_ns.__getitem__)
-    flights = _Flights(plan, send, done, gauge or Gauge(), lambda due_ns: None, max_in_flight, order)
+    order = sorted((i for i in mine if plan.due_ns[i] <= last_ns), key=plan.due_ns.__getitem__)
+    flights = _Flights(plan, send, done, gauge or Gauge(), note, max_in_flight, order)
     drive = flights.drive
     launched = 0
 
@@ -180,14 +250,14 @@ async def open_loop(
                 if drive.start_ns + plan.due_ns[first] <= now_ns():
                     flights.begin(first, drive.start_ns + plan.due_ns[first])
 
-    drive.start_ns = now_ns()
+    drive.start_ns = start_ns or now_ns()
     flights.last_due_ns = drive.start_ns + last_ns
     if duration_s is not None:
         flights.timer.call_at(flights.last_due_ns, lambda: flights.end("duration"))
     if order:
         flights.start(pacer())
     await flights.run(stop, drain_s)
-    if len(order) < len(plan.first) and drive.reason == "exhausted":
+    if len(order) < len(mine) and drive.reason == "exhausted":
         drive.reason = "duration"
     return drive
 
@@ -216,9 +286,10 @@ class _Flights:
         send: Send,
         done: Done,
         gauge: Gauge,
-        became_due: Callable[[int], None],
+        became_due: Note,
         cap: int | None = None,
         firsts: Sequence[int] | None = None,
+        coming: int | None = None,
     ) -> None:
         self.drive = Drive()
         self.gauge = gauge
@@ -226,9 +297,12 @@ class _Flights:
         self.last_due_ns = 1 << 62
         self._plan, self._send, self._done, self._became_due = plan, send, done, became_due
         self._free = cap if cap is not None else 1 << 62  # places under the cap
+        self._freed_ns = 0  # since when there has been one
         self._queue: deque[asyncio.Future[int]] = deque()
         self._due: dict[int, int] = {}
-        self._coming = len(plan) if firsts is None else sum(self._turns(i) for i in firsts)
+        if coming is None:
+            coming = len(plan) if firsts is None else sum(self._turns(i) for i in firsts)
+        self._coming = coming
         self._asleep: dict[asyncio.Task[object], int] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._failure: BaseException | None = None
@@ -294,7 +368,7 @@ class _Flights:
     def _falls_due(self, index: int, due_ns: int) -> None:
         self._due[index] = due_ns
         self.drive.turns_not_sent -= 1
-        self._became_due(due_ns)
+        self._became_due(index, due_ns)
         self._lose(1)
 
     def _lose(self, coming: int) -> None:
@@ -321,11 +395,12 @@ class _Flights:
     async def _pass_cap(self, due_ns: int) -> int:
         """Wait in the order of coming for a place under the cap. Returns the moment it was given, in ns.
 
-        Where a place was free that is the due time: what passed since then was the client's own lateness, no waiting.
+        Where a place was free that is the due time, or when it became free: what passed since then was the client's own
+        lateness, no waiting.
         """
         if self._free:
             self._free -= 1
-            return due_ns
+            return max(due_ns, self._freed_ns)
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         return await place
@@ -336,6 +411,8 @@ class _Flights:
             if not place.done():  # done: its task was cancelled
                 place.set_result(now_ns())
                 return
+        if not self._free:
+            self._freed_ns = now_ns()
         self._free += 1
 
     # ---- the whole drive
@@ -378,6 +455,7 @@ class _Flights:
             if stopping.done() and not self._idle.done():
                 self.end("interrupted")
                 self.drive.reason = "interrupted"
+            self.end("exhausted")  # where others took the last conversations, nothing here has said so
         finally:
             for task in (stopping, *self._tasks):
                 task.cancel()

@@ -34,16 +34,17 @@ class Timeouts:
 class Exchange:
     """One attempt, or the last of several, at one request."""
 
-    sent_ns: int = 0  # the last byte was handed to the socket
+    sent_ns: int = 0  # the last byte was handed to the socket; after a reopening, that of the first sending
     first_byte_ns: int = 0  # first byte of the response
     first_token_ns: int = 0  # the read that brought the first token-bearing event
     end_ns: int = 0  # terminal byte, close, or the moment it was given up
     status: int = 0
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # names in lower case
-    # The body as it came: piece k was read at read_ns[k], stamped once per read, before parsing.
+    # The body as it came, a piece a read: piece k was read at read_ns[k], stamped before parsing.
     read_ns: "array[int]" = field(default_factory=lambda: array("q"))
     pieces: list[bytes] = field(default_factory=list)
     bytes_in: int = 0  # all bytes received, heads and framing included
     ended: str = ""  # one of the constants above
-    error: str = ""  # text of a failure: never empty when `ended` is a failure
-    reconnects: int = 0  # kept-alive connections found closed before a byte of the answer
+    error: str = ""  # text of a failure: never empty when `ended` is a failure; else why no retry was made
+    reconnects: int = 0  # kept-alive connections found closed before the server had read the request
+    connect_ns: int = 0  # waiting for new connections, TLS included, until `sent_ns`; 0 where one was reused

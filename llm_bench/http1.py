@@ -9,6 +9,9 @@ from typing import NamedTuple
 import httptools
 
 _BOM = b"\xef\xbb\xbf"
+# Spaces that pad a chunk's size (some proxies) are no reason to lose an answer: RFC 9112 7.1.1 lets readers skip them.
+# Older versions of httptools cannot be told; llhttp has no leniency for spaces within an extension.
+_LENIENT = hasattr(httptools.HttpResponseParser, "set_dangerous_leniencies")
 
 
 class ProtocolError(ValueError):
@@ -48,6 +51,8 @@ class Response:
         self._pieces: list[bytes] = []
         self.on_body = self._pieces.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        if _LENIENT:
+            self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The body pieces that this read completed. Raises ProtocolError, also for bytes after the end."""
@@ -193,17 +198,41 @@ class Sse:
         return b"".join(self._parts)
 
 
+def is_event_stream(asked: bool, headers: Iterable[tuple[bytes, bytes]], pieces: Iterable[bytes]) -> bool | None:
+    """Is this body an event stream? By what came, not by what was asked or declared; None while only blanks have come.
+
+    Where a stream was asked for, servers send one as text/plain or under no type, and answer an error with JSON under
+    text/event-stream (Triton): no event stream begins with a brace or a bracket. `headers`: names in lower case.
+    """
+    first = next((start for piece in pieces if (start := piece.lstrip())), b"")
+    if not first:
+        return None
+    if first[:1] in (b"{", b"["):
+        return False
+    return asked or any(name == b"content-type" and b"event-stream" in value.lower() for name, value in headers)
+
+
 class Events(NamedTuple):
     """The events of a finished body."""
 
     stamped: list[tuple[int, bytes]]  # (ns of the read that completed the event, its data)
     comments: int
     leftover: bytes
+    names: dict[int, str]  # place in `stamped` -> the event's name, of those that have one other than "message"
 
 
 def events(read_ns: Iterable[int], pieces: Iterable[bytes]) -> Events:
     """All events of a body whose piece k was read at read_ns[k]; the events that one read completed share its stamp."""
     sse = Sse()
     feed = sse.feed
-    stamped = [(ns, data) for ns, piece in zip(read_ns, pieces, strict=True) for data in feed(piece)]
-    return Events(stamped, sse.comments, sse.leftover())
+    stamped: list[tuple[int, bytes]] = []
+    append = stamped.append
+    names: dict[int, str] = {}
+    for ns, piece in zip(read_ns, pieces, strict=True):
+        new = feed(piece)
+        if sse.names:
+            named = {len(stamped) + k: name.decode(errors="replace") for k, name in sse.names.items()}
+            names |= {place: name for place, name in named.items() if name != "message"}
+        for data in new:
+            append((ns, data))
+    return Events(stamped, sse.comments, sse.leftover(), names)

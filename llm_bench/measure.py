@@ -1,7 +1,6 @@
 """Drives one cell: plan to disk, requests over the wire, records and gauge to disk, progress to whoever looks."""
 
 import asyncio
-import errno
 import gc
 import shutil
 import signal
@@ -9,53 +8,76 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from llm_bench import clock, driver, targets, wire
-from llm_bench.cell import Cell
+from llm_bench import clock, driver, limits, records, retry, shards, targets, wire
+from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
 from llm_bench.plan import Plan
-from llm_bench.records import Writer
+from llm_bench.records import DISK_ERRORS, Writer
+from llm_bench.shards import Board, SharedSlots
 
 GONE_AFTER = 20  # refused connections in a row, none answered between: then the target is asked whether it lives
-TICK_S = 0.25  # progress, at 4 Hz
+TICK_S = 0.25  # progress and records to disk, at 4 Hz
+LAG_TICK_S = 0.02  # how late the event loop is: looked at 50 times a second, for a thousandth of a core
 MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
 
 Say = Callable[[str], None]
 
 
-def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say) -> dict[str, Any]:
+class Part(NamedTuple):
+    """One worker's part of a cell. A cell that is not shared has one, without a board."""
+
+    name: str  # of its files
+    worker: int = 0
+    workers: int = 1
+    board: Board | None = None
+
+
+def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers: int = 1) -> dict[str, Any]:
     """Plan, drive, write. Returns how the cell ended, for run.json.
 
-    Raises BenchError where the disk is full, before or during the load; what was measured by then is readable.
+    Raises BenchError where the disk is full or this machine gives no more sockets; what was measured by then is
+    readable.
     """
     out = cell.options.out
+    workers = crew(cell, workers)
     work = Plan(cell.requests, cell.due_ns, out / f"{cell.name}.spool", cell.next_payload)
     try:
         _check_disk(out, cell)
         work.write(cell.first_payloads(live))
-        for line in announcement(cell):
+        live("")
+        for line in announcement(cell, workers):
             say(f"{cell.name}: {line}")
-        return _drive(cell, work, header, live)
+        facts = {**header, **_facts(cell, work, workers)}
+        if workers == 1:
+            return _drive(cell, work, facts, Part(cell.name), live)
+        return _share(cell, work, facts, workers, say, live)
     except OSError as e:
-        if e.errno != errno.ENOSPC:
+        if e.errno not in DISK_ERRORS:
             raise
-        raise BenchError(f"{out}: the disk is full; what was measured before is readable there") from None
+        raise BenchError(f"{out}: {e.strerror}; what was written before is readable there") from None
     finally:
         work.close()
 
 
 def _check_disk(folder: Path, cell: Cell) -> None:
     """Refuse before writing: prompts at 6 bytes a token, records at 16 bytes a token and 1.5 kB a request."""
-    need = sum(6 * r.tokens_in + 16 * (r.tokens_out or 256) + 1500 for r in cell.requests)
+    need = RAW_TOTAL + sum(6 * r.tokens_in + 16 * (r.tokens_out or 256) + 1500 for r in cell.requests)
     free = shutil.disk_usage(folder).free
     if need > free:
         raise BenchError(
             f"{folder}: the plan and the records of {cell.name} need about {need / 1e9:.3f} GB, "
             f"{free / 1e9:.3f} GB are free; give --requests, or another --out"
         )
+
+
+def crew(cell: Cell, asked: int) -> int:
+    """Workers that have something to do: no more than slots, places under the cap, or conversations."""
+    places = cell.load.concurrency or cell.load.max_in_flight or asked
+    return max(1, min(asked, places, sum(r.turn == 0 for r in cell.requests)))
 
 
 def warmup_requests(cell: Cell) -> int:
@@ -69,12 +91,13 @@ def ramp_s(cell: Cell) -> float:
     return min(cell.alone_s, MAX_RAMP_S)
 
 
-def announcement(cell: Cell) -> list[str]:
+def announcement(cell: Cell, workers: int = 1) -> list[str]:
     """The effective settings, and what can be known of the cell before it runs."""
     load, count = cell.load, len(cell.requests)
-    limits = asdict(cell.options.timeouts).items()
-    shown = ", ".join(f"{name[:-2]} {'none' if s is None else f'{s:g} s'}" for name, s in limits)
-    lines = [f"{cell.target.name} at {load.label}, {count} requests; time-outs: {shown}"]
+    limits_s = asdict(cell.options.timeouts).items()
+    shown = ", ".join(f"{name[:-2]} {'none' if s is None else f'{s:g} s'}" for name, s in limits_s)
+    by = f" by {workers} workers" if workers > 1 else ""
+    lines = [f"{cell.target.name} at {load.label}, {count} requests{by}; time-outs: {shown}"]
     if load.concurrency is not None:
         warmup = warmup_requests(cell)
         lines.append(f"warm-up {warmup} requests, first wave spread over {ramp_s(cell):.2f} s")
@@ -93,29 +116,40 @@ def announcement(cell: Cell) -> list[str]:
     return lines
 
 
-def _drive(cell: Cell, work: Plan, header: Mapping[str, Any], live: Say) -> dict[str, Any]:
-    facts = {
+def _facts(cell: Cell, work: Plan, workers: int) -> dict[str, Any]:
+    plan = {"hash": work.hash, "requests": len(work)}
+    plan |= {"shares": any(r.hash_ids for r in cell.requests), "sessions": any(r.session for r in cell.requests)}
+    return {
         "cell": cell.name,
         "target": cell.target.public(),
         "probe": cell.found.public(),
         "load": cell.load_facts(),
-        "plan": {"hash": work.hash, "requests": len(work)}
-        | {"shares": any(r.hash_ids for r in cell.requests), "sessions": any(r.session for r in cell.requests)},
+        "plan": plan,
+        "workers": workers,
         "anchor": list(clock.anchor()),
         "start_ns": clock.now_ns(),
     }
-    writer = Writer(cell.options.out / f"{cell.name}.arrow", {**header, **facts})
+
+
+# ---- one process
+
+
+def _drive(cell: Cell, work: Plan, facts: Mapping[str, Any], part: Part, live: Say) -> dict[str, Any]:
+    places = cell.load.concurrency or cell.load.max_in_flight
+    need = -(-(places or len(work)) // part.workers)
+    limits.raise_file_limit(need + limits.OTHER_FILES, strict=places is not None)
+    writer = Writer(cell.options.out / f"{part.name}.arrow", dict(facts))
     gc.collect()
     gc.freeze()  # a collection over the whole plan would stop the loop for longer than a token takes
     try:
-        return wire.run(_loop(cell, work, writer, live))
+        return wire.run(_loop(cell, work, writer, part, live))
     finally:
         gc.unfreeze()
         writer.close()
 
 
-async def _loop(cell: Cell, work: Plan, writer: Writer, live: Say) -> dict[str, Any]:
-    options, load = cell.options, cell.load
+async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -> dict[str, Any]:
+    options, load, board = cell.options, cell.load, part.board
     stop, stopped_by = asyncio.Event(), ""
     refused_in_a_row = 0
 
@@ -123,9 +157,6 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, live: Say) -> dict[str, 
         nonlocal stopped_by
         stopped_by = stopped_by or reason
         stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, halt, "interrupted")
 
     def done(flight: driver.Flight) -> bool:
         nonlocal refused_in_a_row
@@ -136,6 +167,12 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, live: Say) -> dict[str, 
             halt("target gone")
         return record.outcome in ("ok", "cancelled")
 
+    def note(row: int, due_ns: int) -> None:
+        if board is not None:
+            board.note(part.worker, row, due_ns)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, halt, "interrupted")
     line = wire.Wire(
         cell.target.url,
         cell.dialect.path,
@@ -144,10 +181,11 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, live: Say) -> dict[str, 
         cell.dialect.is_token if options.stream else None,
         cafile=cell.target.cafile or None,
     )
-    send, gauge = wire.retrying(line.send, options.retries), driver.Gauge()
-    drain_s = options.drain_s if options.drain_s is not None else options.timeouts.total_s
-    ticker = _Ticker(cell, len(work), gauge, writer, live)
-    ticking = asyncio.create_task(ticker.run())
+    send = retry.retrying(line.send, options.retries, options.timeouts.total_s)
+    gauge = driver.Gauge()
+    start_ns = board.wait_for_start(part.worker) if board is not None else clock.now_ns()
+    ticker = _Ticker(cell, gauge, writer, part, live)
+    ticking = [asyncio.create_task(ticker.run()), asyncio.create_task(ticker.watch_the_loop())]
     cpu_ns, begun_ns = time.process_time_ns(), clock.now_ns()
     try:
         if load.concurrency is not None:
@@ -159,32 +197,44 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, live: Say) -> dict[str, 
                 warmup=warmup_requests(cell),
                 ramp_s=ramp_s(cell),
                 duration_s=options.duration_s,
-                drain_s=drain_s,
+                drain_s=options.drain_s,
                 stop=stop,
                 gauge=gauge,
+                slots=None
+                if board is None
+                else SharedSlots(board, part.worker, part.workers, work.first, load.concurrency),
+                start_ns=start_ns,
+                note=note,
             )
         else:
+            cap = load.max_in_flight
             drive = await driver.open_loop(
                 work,
                 send,
                 done,
-                max_in_flight=load.max_in_flight,
+                max_in_flight=None if cap is None else len(range(part.worker, cap, part.workers)),
                 duration_s=options.duration_s,
-                drain_s=drain_s,
+                drain_s=options.drain_s,
                 stop=stop,
                 gauge=gauge,
+                firsts=work.first[part.worker :: part.workers],
+                start_ns=start_ns,
+                note=note,
             )
     finally:
-        ticking.cancel()
+        for task in ticking:
+            task.cancel()
         line.close()
         live("")
-    np.save(options.out / f"{cell.name}.gauge.npy", gauge.steps())
+    ticker.tell()
+    np.save(options.out / f"{part.name}.gauge.npy", gauge.steps())
     return {
         "reason": stopped_by or drive.reason,
         "start_ns": drive.start_ns,
         "turns_not_sent": drive.turns_not_sent,
         "cut": drive.cut,
         "peak_in_flight": gauge.peak,
+        "client_cpu_s": (time.process_time_ns() - cpu_ns) / 1e9,
         "client_cpu_share": (time.process_time_ns() - cpu_ns) / max(clock.now_ns() - begun_ns, 1),
         "loop_lag_p99_ms": float(np.percentile(ticker.late_ms, 99)) if ticker.late_ms else 0.0,
         "counts": dict(cell.counts),
@@ -194,28 +244,107 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, live: Say) -> dict[str, 
 class _Ticker:
     """Progress at 4 Hz, records to disk, and how late the event loop is: a tick that comes late says so."""
 
-    def __init__(self, cell: Cell, planned: int, gauge: driver.Gauge, writer: Writer, live: Say) -> None:
+    def __init__(self, cell: Cell, gauge: driver.Gauge, writer: Writer, part: Part, live: Say) -> None:
         self.late_ms: list[float] = []
-        self._cell, self._planned, self._gauge, self._writer, self._live = cell, planned, gauge, writer, live
+        self._cell, self._gauge, self._writer, self._part, self._live = cell, gauge, writer, part, live
         self._begun_s = time.monotonic()
 
     async def run(self) -> None:
         while True:
-            due_s = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.late_ms.append((time.monotonic() - due_s) * 1e3)
             self._writer.flush()
-            self._live(self.line(time.monotonic() - self._begun_s))
+            self.tell()
+            if self._part.board is None:
+                counts = self._cell.counts
+                figures = (sum(counts.values()), self._gauge.now, counts["failed"], self._cell.tokens)
+                self._live(progress(self._cell, figures, time.monotonic() - self._begun_s))
 
-    def line(self, ran_s: float) -> str:
-        cell, ended = self._cell, sum(self._cell.counts.values())
-        if cell.options.duration_s is not None:
-            left = f"about {max(cell.options.duration_s - ran_s, 0):.0f} s left, warm-up and drain not counted"
-        elif ended:
-            left = f"about {ran_s / ended * (self._planned - ended):.0f} s left"
-        else:
-            left = "waiting for the first answer"
-        return (
-            f"{cell.name}: {ended} of {self._planned} done, {self._gauge.now} in flight, "
-            f"{cell.counts['failed']} failed, {cell.tokens / ran_s:,.0f} tokens/s so far, {left}"
-        )
+    def tell(self) -> None:
+        """This worker's figures for the parent's line."""
+        part, counts = self._part, self._cell.counts
+        if part.board is not None:
+            for name, value in (
+                ("in_flight", self._gauge.now),
+                ("landed", sum(counts.values())),
+                ("failed", counts["failed"]),
+                ("tokens", self._cell.tokens),
+            ):
+                part.board.set(part.worker, name, value)
+
+    async def watch_the_loop(self) -> None:
+        while True:
+            due_s = time.monotonic() + LAG_TICK_S
+            await asyncio.sleep(LAG_TICK_S)
+            self.late_ms.append((time.monotonic() - due_s) * 1e3)
+
+
+def progress(cell: Cell, figures: tuple[int, int, int, int], ran_s: float) -> str:
+    """One line of (ended, in flight, failed, tokens of ok answers)."""
+    ended, in_flight, failed, tokens = figures
+    planned = len(cell.requests)
+    if cell.options.duration_s is not None:
+        left = f"about {max(cell.options.duration_s - ran_s, 0):.0f} s left, warm-up and drain not counted"
+    elif ended:
+        left = f"about {ran_s / ended * (planned - ended):.0f} s left"
+    else:
+        left = "waiting for the first answer"
+    return (
+        f"{cell.name}: {ended} of {planned} done, {in_flight} in flight, {failed} failed, "
+        f"{tokens / max(ran_s, 1e-9):,.0f} tokens/s so far, {left}"
+    )
+
+
+# ---- several
+
+
+def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: Say, live: Say) -> dict[str, Any]:
+    """The same drive in `workers` processes, each with records of its own."""
+    board = Board(workers, len(work))
+    begun_s = time.monotonic()
+
+    def body(number: int) -> dict[str, Any]:
+        part = Part(f"{cell.name}.w{number}", number, workers, board)
+        return _drive(cell, work, {**facts, "worker": number}, part, lambda text: None)
+
+    def watch() -> None:
+        landed, in_flight, failed, tokens = (board.total(name) for name in ("landed", "in_flight", "failed", "tokens"))
+        live(progress(cell, (landed, in_flight, failed, tokens), time.monotonic() - begun_s))
+
+    outcomes = shards.run(workers, body, board, watch)
+    live("")
+    ends = [o.end for o in outcomes if o.end is not None]
+    reasons = [end["reason"] for end in ends]
+    end: dict[str, Any] = {
+        "reason": next((r for r in ("target gone", "interrupted", "duration") if r in reasons), "exhausted"),
+        "start_ns": min((e["start_ns"] for e in ends), default=0),
+        "worker_loop_lag_ms": [e["loop_lag_p99_ms"] for e in ends],
+        "loop_lag_p99_ms": max((e["loop_lag_p99_ms"] for e in ends), default=0.0),
+        "client_cpu_share": max((e["client_cpu_share"] for e in ends), default=0.0),  # of the busiest worker
+        "counts": {name: sum(e["counts"][name] for e in ends) for name in cell.counts},
+    }
+    end |= {name: sum(e[name] for e in ends) for name in ("turns_not_sent", "cut", "client_cpu_s")}
+    for outcome in outcomes:
+        if outcome.died:
+            lost = _account_for(cell, facts, board, outcome)
+            end["reason"] = f"worker {outcome.worker} {outcome.died}"
+            say(f"{cell.name}: worker {outcome.worker} {outcome.died}; {lost} requests that it had begun are lost")
+    return end
+
+
+def _account_for(cell: Cell, facts: Mapping[str, Any], board: Board, outcome: shards.Outcome) -> int:
+    """Records of what a dead worker had begun and not written: cut, with the reason. Returns how many."""
+    name = f"{cell.name}.w{outcome.worker}"
+    path = cell.options.out / f"{name}.arrow"
+    written = set(records.read(path)["index"].tolist()) if path.exists() else set()
+    begun = np.flatnonzero(board.taken == outcome.worker + 1).tolist()
+    now = clock.now_ns()
+    writer = Writer(cell.options.out / f"{name}.lost.arrow", {**facts, "worker": outcome.worker})
+    lost = [row for row in begun if row not in written]
+    for row in lost:
+        record = cell.record(driver.Flight(row, int(board.due_ns[row]), 0, None))
+        record.outcome, record.end_ns = "cut_at_end", now
+        record.error = f"lost with worker {outcome.worker}, {outcome.died}"
+        record.labels = ["lost with its worker"]
+        writer.write(record)
+    writer.close()
+    return len(lost)

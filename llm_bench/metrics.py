@@ -12,9 +12,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from llm_bench import slo, stats, windows
+from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
-from llm_bench.records import OUTCOMES, Cell
-from llm_bench.series import NOTHING, SERIES, Column, Context, counts, due_in, gaps_ms, outcome_in, over, row_sums
+from llm_bench.series import (
+    LATER,
+    NOTHING,
+    SERIES,
+    Column,
+    Context,
+    due_in,
+    events_in,
+    gaps,
+    outcome_in,
+    over,
+    row_sums,
+)
 from llm_bench.windows import Window
 
 
@@ -23,7 +35,7 @@ class Whole(NamedTuple):
     of: Callable[[Cell, Window, Context], float | str]  # a str is the reason why there is none
     better: Literal["lower", "higher"]
     meaning: str
-    counts_tokens: bool = False
+    tokens_of: tuple[str, ...] = ()  # outcomes whose tokens enter: an estimate where the server does not say them
 
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999}
@@ -40,36 +52,50 @@ def _ended_in(cell: Cell, window: Window) -> np.ndarray:
     return np.asarray((cell["end_ns"] >= window.start_ns) & (cell["end_ns"] < window.end_ns))
 
 
-def tokens_in_window(cell: Cell, window: Window, rows: np.ndarray) -> float:
+def tokens_in_window(cell: Cell, window: Window, rows: np.ndarray) -> float | str:
     """Output tokens of the requests in mask `rows` by event time; not streamed: all at the end.
 
-    An event weighs its own tokens where the wire says them, else tokens_out / events, else 1.
+    An event weighs its own tokens where the wire says them, else tokens_out / events, else 1. A str where a whole
+    answer of them does not say how many it has.
     """
-    many, out = counts(cell), cell["tokens_out"]
-    inside = (cell.event_ns >= window.start_ns) & (cell.event_ns < window.end_ns)
-    said = row_sums(cell, cell.event_tokens)
+    many, out = cell.counts, cell["tokens_out"]
+    whole = rows & (many == 0) & _ended_in(cell, window)
+    unknown = int((whole & (out < 0)).sum())
+    if unknown:
+        ended = int((rows & _ended_in(cell, window)).sum())
+        return f"how many tokens they have is unknown of {unknown} of {ended} answers"
     share = np.where(out > 0, over(out.astype(np.float64), many), 1.0)
-    streamed = np.where(said > 0, row_sums(cell, cell.event_tokens * inside), row_sums(cell, inside) * share)
-    at_once = np.where(_ended_in(cell, window), np.maximum(out, 0), 0)
-    return float(np.where(many > 0, streamed, at_once)[rows].sum())
+    streamed = events_in(cell, window) * share
+    for piece in cell.pieces():
+        if piece.tokens is not None:
+            sizes = piece.tokens * ((piece.ns >= window.start_ns) & (piece.ns < window.end_ns))
+            said = row_sums(piece.offsets, piece.tokens) > 0
+            streamed[piece.rows[said]] = row_sums(piece.offsets, sizes)[said]
+    return float(np.where(whole, out, np.where(many > 0, streamed, 0.0))[rows].sum())
 
 
-def _prompt_tokens(cell: Cell, window: Window) -> float:
+def _prompt_tokens(cell: Cell, window: Window) -> float | str:
     """Prompt tokens of ok and cut requests, credited at the first token; not streamed: at the end."""
     ended_ns = np.where(outcome_in(cell, "ok"), cell["end_ns"], -1)  # cut without a token: no prompt was used yet
-    first_ns = np.where(counts(cell) > 0, np.append(cell.event_ns, 0)[cell.offsets[:-1]], ended_ns)
+    first_ns = np.where(cell.counts > 0, cell.first_ns, ended_ns)
     inside = (first_ns >= window.start_ns) & (first_ns < window.end_ns) & outcome_in(cell, "ok", "cut_at_end")
-    said = np.where(cell["tokens_in"] >= 0, cell["tokens_in"], np.maximum(cell["planned_in"], 0))
-    return float(said[inside].sum())
+    said = np.where(cell["tokens_in"] >= 0, cell["tokens_in"], cell["planned_in"])[inside]
+    unknown = int((said < 0).sum())
+    return f"how long they are is unknown of {unknown} of {len(said)} prompts" if unknown else float(said.sum())
 
 
 def _tokens_per_second(cell: Cell, window: Window, _: Context) -> float | str:
-    return tokens_in_window(cell, window, outcome_in(cell, "ok", "cut_at_end")) / window.seconds
+    tokens = tokens_in_window(cell, window, outcome_in(cell, *_DELIVERED))
+    return tokens if isinstance(tokens, str) else tokens / window.seconds
 
 
-def _total_tokens_per_second(cell: Cell, window: Window, ctx: Context) -> float | str:
-    out = tokens_in_window(cell, window, outcome_in(cell, "ok", "cut_at_end"))
-    return (out + _prompt_tokens(cell, window)) / window.seconds
+def _total_tokens_per_second(cell: Cell, window: Window, _: Context) -> float | str:
+    out = tokens_in_window(cell, window, outcome_in(cell, *_DELIVERED))
+    prompts = _prompt_tokens(cell, window)
+    for unknown in (out, prompts):
+        if isinstance(unknown, str):
+            return unknown
+    return (float(out) + float(prompts)) / window.seconds
 
 
 def _tokens_per_second_run(cell: Cell, _: Window, ctx: Context) -> float | str:
@@ -77,7 +103,7 @@ def _tokens_per_second_run(cell: Cell, _: Window, ctx: Context) -> float | str:
 
 
 def _wasted(cell: Cell, window: Window, _: Context) -> float | str:
-    return tokens_in_window(cell, window, outcome_in(cell, "failed", "cancelled"))
+    return tokens_in_window(cell, window, outcome_in(cell, *_WASTED))
 
 
 def _requests_per_second(cell: Cell, window: Window, _: Context) -> float | str:
@@ -109,6 +135,13 @@ def _share(part: str, of: tuple[str, ...]) -> Callable[[Cell, Window, Context], 
     return share
 
 
+def _first_attempt(cell: Cell, window: Window, _: Context) -> float | str:
+    rows = due_in(cell, window) & outcome_in(cell, "ok", "failed")
+    if not rows.any():
+        return "no such request was due in the window"
+    return int((rows & cell.among("first_attempt", "ok")).sum()) / int(rows.sum())
+
+
 def _cached(cell: Cell, window: Window, _: Context) -> float | str:
     rows = due_in(cell, window) & outcome_in(cell, "ok") & (cell["tokens_cached"] >= 0) & (cell["tokens_in"] > 0)
     if not rows.any():
@@ -127,26 +160,30 @@ def _payload_share(cell: Cell, window: Window, _: Context) -> float | str:
 
 
 def _tokens_per_event(cell: Cell, window: Window, _: Context) -> float | str:
-    rows = due_in(cell, window) & outcome_in(cell, "ok") & (counts(cell) > 0) & (cell["tokens_out"] > 0)
-    events = int(counts(cell)[rows].sum())
+    rows = due_in(cell, window) & outcome_in(cell, "ok") & (cell.counts > 0) & (cell["tokens_out"] > 0)
+    events = int(cell.counts[rows].sum())
     return int(cell["tokens_out"][rows].sum()) / events if events else "no streamed ok request in the window"
 
 
 def _zero_gaps(cell: Cell, window: Window, _: Context) -> float | str:
-    gaps, rows = gaps_ms(cell)
-    gaps = gaps[(due_in(cell, window) & outcome_in(cell, "ok"))[rows]]
-    return float(np.mean(gaps == 0)) if len(gaps) else "no gap between two events in the window"
+    mine = due_in(cell, window) & outcome_in(cell, "ok")
+    zero = total = 0
+    for rows, count, between in gaps(cell):
+        if not mine[rows].all():
+            between = between[np.repeat(mine[rows], count)]
+        zero, total = zero + len(between) - int(np.count_nonzero(between)), total + len(between)
+    return zero / total if total else "no gap between two events in the window"
 
 
 def _slo_attainment(cell: Cell, window: Window, ctx: Context) -> float | str:
     if not ctx.limits:
-        return "no --slo was given"
+        return "no limits were given"
     share = slo.attainment(cell, window, ctx.limits).share
     return "no request was due in the window" if share is None else share
 
 
 def _goodput(cell: Cell, window: Window, ctx: Context) -> float | str:
-    return slo.attainment(cell, window, ctx.limits).met / window.seconds if ctx.limits else "no --slo was given"
+    return slo.attainment(cell, window, ctx.limits).met / window.seconds if ctx.limits else "no limits were given"
 
 
 def _arrival_rate(cell: Cell, window: Window, _: Context) -> float | str:
@@ -154,25 +191,27 @@ def _arrival_rate(cell: Cell, window: Window, _: Context) -> float | str:
 
 
 _JUDGED, _DUE = ("ok", "failed"), ()
+_DELIVERED, _WASTED = ("ok", "cut_at_end"), ("failed", "cancelled")
 WHOLE: dict[str, Whole] = {
-    "tokens_per_second": Whole("tokens/s", _tokens_per_second, "higher", "output tokens in the window", True),
-    "total_tokens_per_second": Whole("tokens/s", _total_tokens_per_second, "higher", "prompt tokens too", True),
-    "tokens_per_second_run": Whole("tokens/s", _tokens_per_second_run, "higher", "ramp and drain included", True),
-    "wasted_tokens": Whole("tokens", _wasted, "lower", "output of failed and cancelled requests", True),
+    "tokens_per_second": Whole("tokens/s", _tokens_per_second, "higher", "output tokens in the window", _DELIVERED),
+    "total_tokens_per_second": Whole("tokens/s", _total_tokens_per_second, "higher", "prompt tokens too", _DELIVERED),
+    "tokens_per_second_run": Whole("tokens/s", _tokens_per_second_run, "higher", "ramp and drain included", _DELIVERED),
+    "wasted_tokens": Whole("tokens", _wasted, "lower", "output of failed and cancelled requests", _WASTED),
     "requests_per_second": Whole("1/s", _requests_per_second, "higher", "ok requests ended in the window"),
     "arrival_rate": Whole("1/s", _arrival_rate, "higher", "requests due in the window"),
     "in_flight": Whole("1", _in_flight, "lower", "time-average between sent and end"),
     "in_system": Whole("1", _in_system, "lower", "time-average between due and end"),
     "error_rate": Whole("share", _share("failed", _JUDGED), "lower", "failed / (ok + failed)"),
+    "first_attempt_success": Whole("share", _first_attempt, "higher", "ok without a retry / (ok + failed)"),
     "cancel_rate": Whole("share", _share("cancelled", _DUE), "lower", "cancelled by plan / due"),
     "drop_rate": Whole("share", _share("dropped", _DUE), "lower", "due but never attempted / due"),
-    "slo_attainment": Whole("share", _slo_attainment, "higher", "requests that met every limit"),
-    "goodput": Whole("1/s", _goodput, "higher", "requests that met every limit, per second"),
+    "slo_attainment": Whole("share", _slo_attainment, "higher", f"requests that met every limit {LATER}"),
+    "goodput": Whole("1/s", _goodput, "higher", f"requests that met every limit, per second {LATER}"),
     "cached_prompt_share": Whole("share", _cached, "lower", "prompt tokens from the server's cache"),
     "concurrency_effective": Whole("1", _concurrency, "lower", "sum of times in system / window"),
     "payload_mbit_per_second": Whole("Mbit/s", _payload_mbit, "higher", "token text received"),
     "payload_share": Whole("share", _payload_share, "higher", "token text / bytes received"),
-    "tokens_per_event": Whole("tokens", _tokens_per_event, "lower", "output tokens / token-bearing events", True),
+    "tokens_per_event": Whole("tokens", _tokens_per_event, "lower", "output tokens / token-bearing events", ("ok",)),
     "zero_gap_share": Whole("share", _zero_gaps, "lower", "gaps of 0 between events: one read brought both"),
 }
 
@@ -211,6 +250,11 @@ class Value:
     ess: float | None = None  # percentiles: effective samples
     interval: stats.Interval | None = None  # 95%, or the refusal says why not
     refusal: str = ""
+
+    @property
+    def few(self) -> bool:
+        """A percentile of so few samples that it says what the largest say."""
+        return self.ess is not None and stats.among_largest(QUANTILES[parse(self.name).reducer], self.n)
 
 
 def names() -> list[str]:
@@ -288,7 +332,7 @@ def _reasons(column: Column, ok: np.ndarray) -> dict[str, int]:
 
 def _estimates(cell: Cell, rows: np.ndarray) -> tuple[str, ...]:
     said = {"events": "estimated from events", "tokenizer": "estimated with a tokenizer"}
-    return tuple(text for kind, text in said.items() if (rows & (cell["tokens_out_from"] == kind)).any())
+    return tuple(text for kind, text in said.items() if (rows & cell.among("tokens_out_from", kind)).any())
 
 
 def _reduce(metric: Metric, samples: _Samples, window: Window) -> Value:
@@ -302,15 +346,14 @@ def _reduce(metric: Metric, samples: _Samples, window: Window) -> Value:
         reason = "one sample has no spread" if n else _why_none(samples)
         return Value(metric.name, unit, None, n, reason, tuple(labels), missing, on_all)
     value = REDUCERS[metric.reducer](values)
+    labels += _unbounded(metric.name, window)
     if q is None:
         return Value(metric.name, unit, value, n, "", tuple(labels), missing)
-    if q >= 0.9 and (1 - q) * (n - 1) < 1:
+    if q >= 0.9 and stats.among_largest(q, n):
         labels.append(f"{stats.percent_name(q)} ≈ max (n={n} < {round(1 / (1 - q)) + 1})")
-    if window.state == windows.GROWING:
-        labels.append("depends on run length")
-    bounds = stats.interval(values, q, samples.groups)
-    interval, refusal = (None, bounds) if isinstance(bounds, str) else (bounds, "")
     size = stats.ess(values, q, samples.groups)
+    bounds = stats.interval(values, q, samples.groups, size)
+    interval, refusal = (None, bounds) if isinstance(bounds, str) else (bounds, "")
     return Value(metric.name, unit, value, n, "", tuple(labels), missing, on_all, size, interval, refusal)
 
 
@@ -323,64 +366,12 @@ def _why_none(samples: _Samples) -> str:
 def _figure(metric: Metric, row: Whole, cell: Cell, window: Window, context: Context) -> Value:
     due = due_in(cell, window)
     value = row.of(cell, window, context)
-    labels = _estimates(cell, outcome_in(cell, "ok", "cut_at_end")) if row.counts_tokens else ()
+    labels = _estimates(cell, outcome_in(cell, *row.tokens_of)) if row.tokens_of else ()
     if isinstance(value, str):
         return Value(metric.name, row.unit, None, int(due.sum()), value, labels)
-    return Value(metric.name, row.unit, value, int(due.sum()), "", labels)
+    return Value(metric.name, row.unit, value, int(due.sum()), "", (*labels, *_unbounded(metric.name, window)))
 
 
-def identities(cell: Cell, window: Window, end: Mapping[str, object] | None = None) -> list[str]:
-    """What does not add up, in words with figures; empty when all does (METRICS.md, Identities).
-
-    `end`: how the driver says the cell ended; its `counts` by outcome are held against the records.
-    """
-    broken = []
-    total = {o: int(outcome_in(cell, o).sum()) for o in OUTCOMES}
-    if sum(total.values()) != cell.n:
-        odd = sorted(set(cell["outcome"]) - set(OUTCOMES))
-        broken.append(f"{cell.n} due, {sum(total.values())} with a known outcome; others: {', '.join(odd)}")
-    ghosts = int((outcome_in(cell, "dropped") & (cell["sent_ns"] > 0)).sum())
-    unsent = int((outcome_in(cell, "ok") & (cell["sent_ns"] <= 0)).sum())
-    if ghosts or unsent:
-        broken.append(f"{ghosts} dropped requests were sent, {unsent} ok requests never were")
-    repeated = cell.n - len(np.unique(cell["index"]))
-    if repeated:
-        broken.append(f"{repeated} requests of the plan are recorded twice")
-    driver = (end or {}).get("counts")
-    if isinstance(driver, Mapping) and dict(driver) != total:
-        broken.append(f"records are incomplete: the driver counted {dict(driver)}, the records hold {total}")
-    little = little_law(cell, window)
-    if little is not None and little.mismatch:
-        broken.append(
-            f"records are incomplete: the driver had {little.gauge:.4g} in flight on average over the window, "
-            f"the records account for {little.records:.4g} ({abs(little.mismatch):.1%} apart)"
-        )
-    return broken
-
-
-class Little(NamedTuple):
-    """L of the driver's gauge against L of the records, over the window."""
-
-    gauge: float
-    records: float
-    mismatch: float  # share of the larger; 0 between the two readings of when a request left and ended
-
-
-LITTLE_TOLERANCE = 0.001
-HEARD_NS = 5_000_000  # a driver hears of an end some turns of its event loop after the read that was stamped
-
-
-def little_law(cell: Cell, window: Window) -> Little | None:
-    """None without a gauge. A driver counts a request from handing it over until it hears of the end, its record from
-    the last byte sent to the last read. A gauge between both readings of the records agrees with them.
-    """
-    if not len(cell.gauge):
-        return None
-    tried = windows.attempted(cell)
-    sent, end = windows.left_ns(cell)[tried], cell["end_ns"][tried]
-    ready = np.where(cell["ready_ns"][tried] > 0, np.minimum(cell["ready_ns"][tried], sent), sent)
-    gauge = windows.integral_s(cell.gauge[:, 0], cell.gauge[:, 1], window)
-    low, high = windows.overlap_s(sent, end, window), windows.overlap_s(ready, end + HEARD_NS, window)
-    agrees = low * (1 - LITTLE_TOLERANCE) <= gauge <= high * (1 + LITTLE_TOLERANCE)
-    mismatch = 0.0 if agrees else (gauge - low) / max(gauge, low)
-    return Little(gauge / window.seconds, low / window.seconds, mismatch)
+def _unbounded(name: str, window: Window) -> tuple[str, ...]:
+    """What never settles has no figures of its own, only those of a run of some length; what was offered stays so."""
+    return ("depends on run length",) if window.state == windows.GROWING and name != "arrival_rate" else ()

@@ -21,6 +21,7 @@ import orjson
 
 from llm_bench import clock
 from llm_bench.clock import Timer, now_ns
+from llm_bench.limits import raise_file_limit
 
 DEFAULT_TOKENS = 16  # what OpenAI's completions give when max_tokens is absent
 _WORD = "word "  # the text of one token
@@ -283,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(asked.ttft_ms, asked.itl_ms) < 0 or asked.tokens_per_event < 1:
         parser.error("times of at least 0 and one token an event or more would be right")
     times = Times(round(asked.ttft_ms * 1e6), round(asked.itl_ms * 1e6), asked.tokens_per_event)
+    raise_file_limit(1 << 20, strict=False)  # a client kept waiting for want of one would look slow
     truth = asked.truth.open("wb") if asked.truth else None
     try:
         clock.run(_main(asked.port, times, truth, asked.exit_with_stdin))

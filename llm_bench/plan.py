@@ -7,17 +7,18 @@ middle of the HTTP head (request id, length, body): what comes before may hold a
 import hashlib
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from llm_bench.errors import BenchError
 from llm_bench.exchange import Exchange
-from llm_bench.request import Request
+from llm_bench.request import LONGEST_S, Request
 
 ALONE_MARGIN = 5.0  # short requests, and later ones, are faster than the probe's first
 LEAST_ALONE_S = 0.0003  # no server of the field answers faster, and no client of ours asks faster
+MOST_PLANNED = 5_000_000  # requests of a loop: each has its place in memory and on disk
 NEVER = -1  # in due_ns and think_ns: the driver decides, when a slot or the turn before is done
 
 
@@ -50,9 +51,20 @@ def arrivals(count: int, rate: float, burstiness: float | None, seed: int) -> np
     is random as the process is: it is printed, never rescaled away.
     """
     if burstiness is None:
-        return (np.arange(count) * (1e9 / rate)).astype(np.int64)
-    gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (burstiness * rate), max(count - 1, 0))
-    return (np.concatenate([[0.0], np.cumsum(gaps)])[:count] * 1e9).astype(np.int64)
+        due = np.arange(count) * (1e9 / rate)
+    else:
+        gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (burstiness * rate), max(count - 1, 0))
+        due = np.concatenate([[0.0], np.cumsum(gaps)])[:count] * 1e9
+    _check_span(count, float(due.max(initial=0.0)) / 1e9)
+    return due.astype(np.int64)
+
+
+def _check_span(count: int, last_s: float) -> None:
+    if not last_s <= LONGEST_S:
+        raise BenchError(
+            f"the last of {count} requests would be due after {last_s:.3g} s, expected {LONGEST_S:,} s (10 years) at "
+            "most; give a higher --rate or --speed, or fewer --requests"
+        )
 
 
 def due_times(requests: Sequence[Request], load: Load, seed: int) -> np.ndarray:
@@ -65,6 +77,7 @@ def due_times(requests: Sequence[Request], load: Load, seed: int) -> np.ndarray:
         starts = [i for i, r in enumerate(requests) if r.turn == 0]
         due[starts] = arrivals(len(starts), load.rate, load.burstiness, seed)
     elif load.speed is not None:
+        _check_span(len(requests), max((r.at_s or 0.0 for r in requests), default=0.0) / load.speed)
         for i, request in enumerate(requests):
             if request.at_s is not None:
                 due[i] = round(request.at_s * 1e9 / load.speed)
@@ -160,8 +173,6 @@ def repeat(requests: Sequence[Request], count: int) -> tuple[list[Request], list
 
     A replay's later laps start one mean gap after the last request of the lap before.
     """
-    from dataclasses import replace
-
     times = [r.at_s for r in requests if r.at_s is not None]
     period = (max(times) * len(times) / max(len(times) - 1, 1)) if times else 0.0
     out: list[Request] = []
@@ -169,7 +180,7 @@ def repeat(requests: Sequence[Request], count: int) -> tuple[list[Request], list
     while len(out) < count:
         lap = len(out) // len(requests)
         for request in requests[: count - len(out)]:
-            if lap:
+            if lap and (request.session or request.at_s is not None):
                 at_s = None if request.at_s is None else request.at_s + lap * period
                 session = f"{request.session}/{lap}" if request.session else ""
                 request = replace(request, at_s=at_s, session=session)
@@ -184,8 +195,6 @@ def fit_context(requests: Sequence[Request], limit: int | None, policy: str) -> 
     policy: refuse | skip (with the whole conversation) | clip (the prompt is shortened, never the answer).
     Raises BenchError under `refuse`, and under `clip` where the answer alone is over the limit.
     """
-    from dataclasses import replace
-
     if limit is None:
         return list(requests), ""
     over = {i for i, r in enumerate(requests) if r.tokens_in + (r.tokens_out or 0) > limit}
@@ -223,7 +232,7 @@ def select(
     """As many requests as the load can use, and each one's lap: the trace once, or round and round with `loop`.
 
     A closed loop with a duration plans an upper count, from what one request took alone (`alone_s` seconds) in a single
-    probe: hence the margin. Running out all the same is a doubt.
+    probe: hence the margin. Running out all the same is a doubt. `count` is a cap in every case.
     """
     if not loop:
         return list(requests), [0] * len(requests)
@@ -237,7 +246,14 @@ def select(
             if load.rate is not None
             else len(requests) * (load.speed or 1.0) / (span_s or 1.0)
         )
-        wanted = max(wanted, int(per_s * duration_s) + 2 * (load.concurrency or 50))
+        enough = int(per_s * duration_s) + 2 * (load.concurrency or 50)
+        wanted = enough if count is None else min(count, enough)
+        if wanted > MOST_PLANNED and load.concurrency is None:
+            raise BenchError(
+                f"{load.label} for {duration_s:g} s would be {wanted:,} requests, expected {MOST_PLANNED:,} at most; "
+                "give a shorter --duration, or --requests"
+            )
+        wanted = min(wanted, MOST_PLANNED)
     if not wanted:
         raise BenchError("--loop-trace needs an end: give --duration or --requests")
     return repeat(requests, wanted)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -143,8 +143,20 @@ def prompt_hash(body: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)
 
 
+class Exact(NamedTuple):
+    """What a target's own tokenizer gives."""
+
+    sizer: Sizer
+    count: Callable[[str], int]  # tokens of any text: for answers whose server sends no usage
+
+
+def exact(path: Path | str) -> Exact:
+    """Both uses of a tokenizer.json, read once. Raises BenchError."""
+    return Exact(Sizer.from_tokenizer(path), counter(path))
+
+
 def counter(path: Path | str) -> Callable[[str], int]:
-    """Tokens of any text, by a tokenizer.json: for answers whose server sends no usage. Raises BenchError."""
+    """Tokens of any text, by a tokenizer.json. Raises BenchError."""
     tokenizer = _load(path)
     return lambda text: _counts(tokenizer, [text])[0]
 
@@ -157,11 +169,14 @@ def _load(path: Path | str) -> "Tokenizer":
     try:
         text = Path(path).read_text(encoding="utf-8")
         whole = isinstance(json.loads(text), dict)
-    except (OSError, ValueError) as e:
-        raise BenchError(f"{path}: {e}, expected a tokenizer.json") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise BenchError(f"{path}: {getattr(e, 'strerror', None) or e}, expected a tokenizer.json") from None
     if not (whole and '"model"' in text):
         raise BenchError(f"{path}: JSON without a model, expected a tokenizer.json")
-    tokenizer = Tokenizer.from_str(text)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as e:  # noqa: BLE001  # the library raises nothing narrower
+        raise BenchError(f"{path}: {e}, expected a tokenizer.json") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

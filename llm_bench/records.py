@@ -5,19 +5,28 @@ requests finish, flushed every FLUSH_S: by `write` while records come, by the ca
 `kill -9` at most the last FLUSH_S of finished requests is lost.
 """
 
+import errno
 import json
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from llm_bench import shapes
+from llm_bench.columns import NO_GAUGE, from_table, merged
+from llm_bench.columns import Cell as Cell
 from llm_bench.errors import BenchError
 
 FLUSH_S = 0.25  # a batch costs about 0.1 ms whatever its size: four a second are not felt, one a request would be
+# What a disk says that takes no more: full, over a quota, over the largest file, read-only after a fault.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 OUTCOMES = ("ok", "failed", "cancelled", "cut_at_end", "dropped")
 
 
@@ -32,6 +41,7 @@ class Record:
     due_ns: int
     ready_ns: int = 0  # a slot or the cap let it go: ready - due is waiting, sent - ready the client's own lateness
     sent_ns: int = 0
+    connect_ns: int = 0  # of sent - ready: waiting for a new connection
     first_byte_ns: int = 0
     end_ns: int = 0
     event_ns: list[int] = field(default_factory=list)  # token-bearing events, stamped once per read
@@ -57,7 +67,7 @@ class Record:
     # circumstances
     reconnects: int = 0
     attempts: int = 0
-    first_attempt: str = ""  # ok, or the status or end of the first attempt
+    first_attempt: str = ""  # ok, or the error kind; where there were more attempts, the status or end of the first
     retry_wait_ns: int = 0  # waited between attempts, Retry-After included
     priority: int = 0
     turn: int = 0
@@ -70,7 +80,7 @@ class Record:
     server_queue_ms: float = np.nan
     server_prefill_ms: float = np.nan
     server_decode_ms: float = np.nan
-    raw: bytes = b""  # response bytes, kept for failures and the first --keep-bytes
+    raw: bytes = b""  # response bytes, kept for failures as far as cell.RAW_TOTAL goes, and the first --keep-bytes
 
 
 _LISTS = {"labels": pa.list_(pa.string()), "event_ns": pa.list_(pa.int64())}
@@ -78,23 +88,30 @@ _LISTS |= {"event_tokens": pa.list_(pa.int32()), "event_choice": pa.list_(pa.int
 _SCALARS: dict[Any, pa.DataType] = {int: pa.int64(), str: pa.string(), float: pa.float64(), bytes: pa.binary()}
 SCHEMA = pa.schema([(f.name, _LISTS.get(f.name) or _SCALARS[f.type]) for f in fields(Record)])
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # Arrow IPC: continuation marker, metadata length 0
-_NO_GAUGE = np.zeros((0, 2), np.int64)
 
 
 class Writer:
     """Appends Records to `path`; first `header`, JSON-able: versions, host, settings, target, plan hash, wall anchor.
 
-    Raises OSError when the disk refuses; what was flushed before stays readable.
+    Raises BenchError for a header that JSON cannot hold, and OSError (of DISK_ERRORS, most likely) when the disk takes
+    no more: then the file ends with the last batch that fitted, nothing more is written to it, and every later call
+    raises that first error again, so that it cannot get lost in a background task.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], now: Callable[[], float] = time.monotonic) -> None:
-        self._file = path.open("wb")
-        schema = SCHEMA.with_metadata({"llm_bench": json.dumps(header)})
-        self._stream = pa.ipc.new_stream(self._file, schema)
-        # Arrow writes the schema with the first batch: an empty one puts the header on disk before the first record.
-        self._stream.write_batch(pa.RecordBatch.from_pylist([], schema=SCHEMA))
-        self._file.flush()
+        try:
+            text = json.dumps(header, allow_nan=False)
+        except ValueError as e:
+            raise BenchError(f"{path}: the settings cannot be stored: {e}") from None
+        self._file = path.open("wb", buffering=0)  # a buffer would hold what did not fit, and write it later
+        self._size = 0  # bytes of whole messages
+        self._refused: OSError | None = None
         self._pending: list[Record] = []
+        try:
+            self._append(SCHEMA.with_metadata({"llm_bench": text}).serialize())
+        except OSError:
+            self._file.close()
+            raise
         self._now = now
         self._flushed = now()
 
@@ -106,121 +123,139 @@ class Writer:
     def flush(self) -> None:
         """Hand what is pending to the operating system, from where a killed process cannot lose it."""
         self._flushed = self._now()
+        if self._refused is not None:
+            raise self._refused
         if not self._pending:
             return
         pending, self._pending = self._pending, []
         columns = [pa.array([getattr(r, f.name) for r in pending], f.type) for f in SCHEMA]
-        self._stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
-        self._file.flush()
+        self._append(pa.record_batch(columns, schema=SCHEMA).serialize())
 
     def close(self) -> None:
         try:
             self.flush()
-            self._stream.close()
+            self._append(_END_OF_STREAM)
         finally:
             self._file.close()
 
-
-@dataclass(slots=True)
-class Cell:
-    """A cell's records as columns, in due order. `n` rows; ragged columns are flat arrays with `offsets` (n + 1)."""
-
-    header: dict[str, Any]
-    n: int
-    columns: dict[str, np.ndarray]  # every scalar field of Record; strings as object arrays
-    offsets: np.ndarray  # int64 (n + 1): row i's events are event_ns[offsets[i]:offsets[i + 1]]
-    event_ns: np.ndarray  # int64 (events)
-    event_tokens: np.ndarray  # int64 (events), 0 where unknown
-    event_choice: np.ndarray  # int64 (events)
-    labels: list[list[str]]
-    complete: bool = True  # False: the file ends in the middle (crash); the rows before are whole
-    gauge: np.ndarray = field(default_factory=lambda: _NO_GAUGE)  # (k, 2): at ns, this many in flight
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.columns[name]
+    def _append(self, message: bytes) -> None:
+        """One IPC message (https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format), whole or not."""
+        rest = memoryview(message)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as e:
+            self._refused = e
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._size)
+            raise
+        self._size += len(memoryview(message))
 
 
 def read(path: Path) -> Cell:
-    """The cell in `path`, with its gauge (`NAME.gauge.npy`) where there is one.
+    """The cell in the record file `path`, with its gauge (`NAME.gauge.npy`) where there is one.
 
     Raises BenchError for a file that is no record file. A file cut short by a crash gives the rows before the cut.
     """
+    return _pooled([path])
+
+
+def read_cell(folder: Path, name: str) -> Cell:
+    """The cell `name` of a run's folder, pooled from all of its record files: the workers' and what the parent added.
+
+    Its gauge is the sum of theirs; where the gauge of one that has records is missing there is none. Raises BenchError
+    as `read` does, and where the cell has no file.
+    """
+    files = files_of(folder).get(name)
+    if not files:
+        raise BenchError(f"{folder}: no record file of a cell {name!r} ({name}.arrow, {name}.w0.arrow, ...)")
+    return _pooled(files)
+
+
+_SHARD = re.compile(r"(.+?)(?:\.w(\d+)|\.(lost))?\.arrow")  # NAME.arrow, NAME.w0.arrow, NAME.lost.arrow
+
+
+def files_of(folder: Path) -> dict[str, list[Path]]:
+    """The record files of each cell in a run's folder; workers by number, what was lost last."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in folder.glob("*.arrow"):
+        if (match := _SHARD.fullmatch(path.name)) and path.is_file():
+            rank = 1 << 62 if match[3] else int(match[2] or -1)
+            found.setdefault(match[1], []).append((rank, path))
+    return {name: [path for _, path in sorted(files)] for name, files in sorted(found.items())}
+
+
+def _pooled(paths: Sequence[Path]) -> Cell:
+    parts = [_open(path) for path in paths]
+    gauges, whole = [], True
+    for path, part in zip(paths, parts, strict=True):
+        gauge, readable = _gauge_of(path)
+        whole &= readable
+        if len(gauge) or (part.table.num_rows and not path.name.endswith(".lost.arrow")):
+            gauges.append(gauge)
+    gauge = merged(gauges) if all(map(len, gauges)) else NO_GAUGE
+    table = pa.concat_tables([part.table for part in parts])
     try:
-        data = path.read_bytes()
+        return from_table(table, parts[0].header, whole and all(part.complete for part in parts), gauge)
+    except ValueError as e:
+        raise BenchError(f"{paths[0]}: {e}") from None
+
+
+class _Opened(NamedTuple):
+    header: dict[str, Any]
+    table: pa.Table
+    complete: bool
+
+
+def _open(path: Path) -> _Opened:
+    """A record file, mapped into memory: what is never looked at is never read."""
+    try:
+        if not path.stat().st_size:
+            raise BenchError(f"{path}: not a record file of llm-bench (it is empty)")
+        data = pa.memory_map(str(path)).read_buffer()
     except OSError as e:
-        raise BenchError(f"{path}: cannot be read: {e.strerror}") from None
+        raise BenchError(f"{path}: cannot be read: {e.strerror or e}") from None
     try:
         reader = pa.ipc.open_stream(data)
-        header = json.loads((reader.schema.metadata or {})[b"llm_bench"])
+        text = (reader.schema.metadata or {})[b"llm_bench"]
     except (pa.ArrowException, OSError, KeyError, ValueError):
         raise BenchError(f"{path}: not a record file of llm-bench (no Arrow stream with its header)") from None
     missing = [f.name for f in SCHEMA if reader.schema.get_field_index(f.name) < 0 or reader.schema.field(f.name) != f]
     if missing:
         raise BenchError(f"{path}: columns missing or of another type: {missing}; another version wrote it")
+    header = shapes.parse(text, shapes.HEADER, f"{path}: header")
     batches: list[pa.RecordBatch] = []
     # A stream without its end marker is what kill -9 leaves; pyarrow reads it without complaint, so look.
-    complete = data.endswith(_END_OF_STREAM)
+    complete = data.slice(max(data.size - len(_END_OF_STREAM), 0)).to_pybytes() == _END_OF_STREAM
     try:
         batches.extend(reader)
     except (pa.ArrowException, OSError):
         complete = False
-    gauge, gauge_whole = _gauge_of(path)
-    return from_table(pa.Table.from_batches(batches, reader.schema), header, complete and gauge_whole, gauge)
+    table = pa.Table.from_batches(batches, reader.schema).select(SCHEMA.names).replace_schema_metadata(None)
+    return _Opened(header, table, complete)
 
 
 def _gauge_of(path: Path) -> tuple[np.ndarray, bool]:
-    """The cell's gauge, and whether it could be read: it is written last, so a crash may leave none or half of one."""
+    """The cell's gauge, and whether it could be read: it is written last, so a crash may leave none or half of one.
+
+    Raises BenchError for an array that is no gauge.
+    """
     gauge = path.with_suffix(".gauge.npy")
     if not gauge.exists():
-        return _NO_GAUGE, True
+        return NO_GAUGE, True
     try:
-        return np.load(gauge), True
+        steps = np.load(gauge)
     except (ValueError, EOFError, OSError):
-        return _NO_GAUGE, False
+        return NO_GAUGE, False
+    if not isinstance(steps, np.ndarray) or steps.ndim != 2 or steps.shape[1] != 2 or steps.dtype.kind != "i":
+        found = f"{steps.dtype} {steps.shape}" if isinstance(steps, np.ndarray) else type(steps).__name__
+        raise BenchError(f"{gauge}: expected whole numbers (k, 2), the ns and how many are in flight, found {found}")
+    if (np.diff(steps[:, 0]) < 0).any() or (steps[:, 1] < 0).any():
+        raise BenchError(f"{gauge}: expected moments in order and counts of 0 or more")
+    return steps.astype(np.int64, copy=False), True
 
 
 def from_records(records: list[Record], header: dict[str, Any] | None = None, gauge: np.ndarray | None = None) -> Cell:
     """The same columns from Records in memory: for tests and small tools."""
     columns = [pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA]
     return from_table(pa.Table.from_arrays(columns, schema=SCHEMA), header or {}, True, gauge)
-
-
-def from_table(table: pa.Table, header: dict[str, Any], complete: bool = True, gauge: np.ndarray | None = None) -> Cell:
-    """Columns in due order (ties by plan row) from rows in the order in which requests ended."""
-    order = np.lexsort((table["index"].to_numpy(), table["due_ns"].to_numpy()))
-    table = table.take(pa.array(order)).combine_chunks()
-    scalars = [f.name for f in SCHEMA if f.name not in _LISTS]
-    offsets, event_ns = _ragged(table["event_ns"])
-    return Cell(
-        header=header,
-        n=table.num_rows,
-        columns={name: table[name].to_numpy(zero_copy_only=False) for name in scalars},
-        offsets=offsets,
-        event_ns=event_ns,
-        event_tokens=_beside(table["event_tokens"], offsets),
-        event_choice=_beside(table["event_choice"], offsets),
-        labels=table["labels"].to_pylist(),
-        complete=complete,
-        gauge=_NO_GAUGE if gauge is None else gauge,
-    )
-
-
-def _ragged(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets (n + 1) and flat values of a list column, without making Python objects of 10 million stamps."""
-    lists = column.combine_chunks()
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    values = lists.values.to_numpy()[offsets[0] : offsets[-1]].astype(np.int64, copy=False)
-    return offsets - offsets[0], values
-
-
-def _beside(column: pa.ChunkedArray, offsets: np.ndarray) -> np.ndarray:
-    """Flat values beside event_ns; rows that left the list empty become zeros."""
-    own, values = _ragged(column)
-    have, counts = np.diff(own), np.diff(offsets)
-    assert ((have == 0) | (have == counts)).all(), "a record's list is neither empty nor as long as its event_ns"
-    if len(values) == offsets[-1]:
-        return values
-    out = np.zeros(int(offsets[-1]), np.int64)
-    if len(values):
-        out[np.repeat(have > 0, counts)] = values
-    return out

@@ -5,91 +5,82 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-
-from llm_bench import metrics, stats, windows
+from llm_bench import metrics, outcomes, stats
 from llm_bench.doubts import Doubt
 from llm_bench.errors import BenchError
 from llm_bench.metrics import Value
-from llm_bench.records import OUTCOMES, Cell
-from llm_bench.results import Measured, Run
+from llm_bench.records import OUTCOMES
+from llm_bench.results import Measured, Run, Sheet, sheets
 from llm_bench.results import load_run as load_run
 from llm_bench.results import newest as newest
 from llm_bench.results import verdict as verdict
-from llm_bench.series import due_in, outcome_in
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
-DEFAULT_METRICS = (
-    *("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95"),
-    *("tokens_per_second", "requests_per_second", "error_rate"),
-)
+_OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
+DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
+RETRIED = "first_attempt_success"  # by default too, where retries hide it
+DEFAULT_UNSTREAMED = ("e2e_p50", "e2e_p95", "e2e_p99", *_OF_A_CELL)  # whole answers have no TTFT and no TPOT
+UNLISTED = "run.json does not list this cell: of another run, or copied here"
+LIMITED = "client-limited: upper bounds of latency, lower bounds of throughput"
+RECONNECTED_SHARE = 0.1  # above it the target closes what a client would have kept open
 WIDTH = 100  # columns where the terminal does not say
-METRICS_PER_TABLE = 6  # that many fit WIDTH beside the counts
+SHORT = {"cut_at_end": "cut"}  # outcomes as column heads
 
 
 def parse_metrics(text: str) -> list[str]:
-    """`ttft_p95,tokens_per_second` -> names; "" is the default list. Raises BenchError for an unknown one."""
+    """`ttft_p95,tokens_per_second` -> names; "" -> [], each run's own default. Raises BenchError for an unknown one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         metrics.parse(name)
-    return list(dict.fromkeys(names)) or list(DEFAULT_METRICS)
+    return list(dict.fromkeys(names))
 
 
-# ---- the figures ----
+def _streamed(run: Run) -> bool:
+    return any((m.cell.header.get("settings") or {}).get("stream", True) for m in run.cells)
 
 
-class Sheet(NamedTuple):
-    """All that any format prints of one cell."""
-
-    measured: Measured
-    values: list[Value]
-    whole_run: list[Value]  # closed loops: the percentiles asked for, with the first wave and the drain
-    outcomes: dict[str, int]  # of requests due in the window
-    failures: list[tuple[str, int, str]]  # kind, how many in the whole cell, first error text
-    doubts: list[Doubt]
+def _or_default(names: Sequence[str], run: Run) -> Sequence[str]:
+    if names:
+        return names
+    tried_again = any(outcomes.retried(m.cell).any() for m in run.cells)
+    return (DEFAULT_METRICS if _streamed(run) else DEFAULT_UNSTREAMED) + ((RETRIED,) if tried_again else ())
 
 
-def sheets(run: Run, names: Sequence[str]) -> list[Sheet]:
-    return [_sheet(run, m, names) for m in run.cells]
+# ---- what every format says ----
 
 
-def _sheet(run: Run, m: Measured, names: Sequence[str]) -> Sheet:
-    cell, window = m.cell, m.window
-    values = metrics.compute_all(names, cell, window)
-    percentiles = [n for n in names if metrics.parse(n).reducer in metrics.QUANTILES]
-    first_wave = window.first_wave and window.state != windows.TOO_SHORT
-    whole_run = metrics.compute_all(percentiles, cell, windows.whole(cell)) if first_wave else []
-    due = due_in(cell, window)
-    outcomes = {o: int((due & outcome_in(cell, o)).sum()) for o in OUTCOMES}
-    return Sheet(m, values, whole_run, outcomes, _failures(cell), run.doubts_of(m, values))
-
-
-def _failures(cell: Cell) -> list[tuple[str, int, str]]:
-    failed = np.flatnonzero(outcome_in(cell, "failed"))
-    kinds, first, counts = np.unique(cell["error_kind"][failed].astype(str), return_index=True, return_counts=True)
-    return [(str(k), int(c), str(cell["error"][failed[i]])) for k, i, c in zip(kinds, first, counts, strict=True)]
-
-
-def rows(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict a figure: target, load, metric, value, unit, n, ess, label, run."""
-    return [
-        {
-            "target": sheet.measured.target,
-            "load": sheet.measured.load,
-            "metric": v.name,
-            "value": v.value,
-            "unit": v.unit,
-            "n": v.n,
-            "ess": v.ess,
-            "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
-            "run": run.path.name,
-        }
-        for sheet in sheets(run, names)
-        for v in sheet.values
-    ]
+def rows(run: Run, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """One dict a figure, by COLUMNS; a cell that cannot be read has its rows too, without values."""
+    for sheet in sheets(run, names):
+        for v in sheet.values:
+            low, high = v.interval or (None, None)
+            yield {
+                "target": sheet.measured.target,
+                "load": sheet.measured.load,
+                "metric": v.name,
+                "value": v.value,
+                "unit": v.unit,
+                "n": v.n,
+                "ess": v.ess,
+                "interval_low": low,
+                "interval_high": high,
+                "state": "; ".join(filter(None, [sheet.measured.window.state, LIMITED * sheet.client_limited])),
+                "failures": "; ".join(f.text for f in sheet.failures),
+                "doubts": len(sheet.doubts),
+                "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
+                "run": run.path.name,
+            }
+    for m in run.missing:
+        for name in names:
+            unit = metrics.parse(name).unit
+            yield {"target": m.target, "load": m.load, "metric": name, "unit": unit, "state": "missing"} | {
+                "doubts": 1,
+                "label": m.why,
+                "run": run.path.name,
+            }
 
 
 def edges(m: Measured) -> str:
@@ -115,10 +106,12 @@ def number(value: float | str | None, unit: str) -> str:
 
 
 def _remarks(sheet: Sheet) -> list[str]:
-    """What stands below a table, for one cell: rule and edges, what is missing and why, labels, failures."""
-    lines = [edges(sheet.measured)]
-    if sheet.measured.window.state:
-        lines.append(f"state: {sheet.measured.window.state}")
+    """What stands below a table, for one cell: rule and edges, what is missing and why, labels, failures.
+
+    What a doubt says is not said here too: the window's state, and that a percentile is of too few.
+    """
+    lines = [] if sheet.measured.listed else [UNLISTED]
+    lines += [edges(sheet.measured), *([sheet.little.text] if sheet.little.rate else [])]
     said: dict[str, list[str]] = {}  # what holds for several figures is said once
     for v in sheet.values:
         if v.reason:
@@ -126,19 +119,54 @@ def _remarks(sheet: Sheet) -> list[str]:
         elif v.not_applicable:
             said.setdefault(f"left out of it {_counted(v.not_applicable)}", []).append(v.name)
         for label in v.labels:
-            said.setdefault(label, []).append(v.name)
-        if v.refusal:
-            few = v.ess is not None and v.ess < stats.LEAST_ESS and "largest" not in v.refusal
-            text = f"under {stats.LEAST_ESS:.0f} effective samples" if few else v.refusal
+            if not (v.few and "≈ max" in label):
+                said.setdefault(label, []).append(v.name)
+        if v.refusal and not v.few:
+            few = v.ess is not None and v.ess < stats.LEAST_ESS
+            text = f"ESS under {stats.LEAST_ESS:.0f}" if few else v.refusal
             said.setdefault(f"no interval, {text}", []).append(v.name)
     lines += [f"{', '.join(names)}: {text}" for text, names in said.items()]
-    if sheet.whole_run:
-        whole = ", ".join(
-            f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None
-        )
-        lines.append(f"whole run, first wave of {sheet.measured.window.first_wave} and drain included: {whole}")
-    lines += [f"failed: {kind} {count}, first: {error}" for kind, count, error in sheet.failures]
+    whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]
+    if whole:
+        wave = sheet.measured.window.first_wave
+        lines.append(f"whole run, first wave of {wave} and drain included: {', '.join(whole)}")
+    if sheet.attempts:
+        lines.append(sheet.attempts.text)
+    anew, tried = sheet.reconnected
+    if anew > RECONNECTED_SHARE * tried:
+        lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew")
+    lines += [f"failed: {failure.text}, first: {failure.first_error}" for failure in sheet.failures]
     return lines
+
+
+def _legend(run: Run, names: Sequence[str], mine: Sequence[Sheet], where: str) -> list[str]:
+    """What the columns of a target's tables hold, where it is not plain."""
+    heads = ", ".join(SHORT.get(o, o) for o in _outcomes(mine))
+    per_second = "; requests_per_second counts the ok ones that ended in it" if "requests_per_second" in names else ""
+    lines = [f"{heads}: requests due in the window{per_second}"]
+    if any(v.ess is not None for s in mine for v in s.values):
+        lines.append(f"{where} a percentile: n, ESS (effective sample size), 95% interval, all: with failures on top")
+    if not _streamed(run):
+        lines.append("nothing was streamed: no TTFT and no TPOT; e2e runs to the end of the answer")
+    return lines
+
+
+def _warnings(mine: Sequence[Sheet]) -> list[str]:
+    """What stands above a target's figures."""
+    return [f"{s.measured.load}: {LIMITED}" for s in mine if s.client_limited]
+
+
+def _outcomes(mine: Iterable[Sheet]) -> list[str]:
+    """Those that need a column: ok, and what else occurred."""
+    mine = list(mine)
+    return [o for o in OUTCOMES if o == "ok" or any(s.outcomes[o] for s in mine)]
+
+
+def _by_target(of_run: Sequence[Sheet]) -> dict[str, list[Sheet]]:
+    found: dict[str, list[Sheet]] = {}
+    for sheet in of_run:
+        found.setdefault(sheet.measured.target, []).append(sheet)
+    return found
 
 
 def _counted(reasons: Mapping[str, int]) -> str:
@@ -153,59 +181,77 @@ def _title(run: Run) -> str:
     return "  ·  ".join([f"run {run.path.name}", *filter(None, parts)])
 
 
-def _counts_text(sheet: Sheet) -> str:
-    rest = {o: c for o, c in sheet.outcomes.items() if o != "ok" and c}
-    names = {"cut_at_end": "cut"}
-    return " ".join([str(sheet.outcomes["ok"]), *(f"{names.get(o, o)} {c}" for o, c in rest.items())])
-
-
 # ---- formats ----
 
 
 def _terminal(run: Run, names: Sequence[str]) -> str:
     from rich.console import Console
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    out = io.StringIO()
-    colour = sys.stdout.isatty()
-    console = Console(
-        file=out, force_terminal=colour, width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False
-    )
+    out, colour = io.StringIO(), sys.stdout.isatty()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    console = Console(file=out, force_terminal=colour, width=width, highlight=False)
+    # A table is as wide as its numbers: one that no terminal so narrow can hold is broken by the terminal, not cut.
+    unbound = Console(file=out, force_terminal=colour, width=10_000, highlight=False)
     console.print(Text(_title(run), "bold"))
-    of_run = sheets(run, names)
-    for target in dict.fromkeys(s.measured.target for s in of_run):
-        mine = [s for s in of_run if s.measured.target == target]
-        wide = -(-len(names) // -(-len(names) // METRICS_PER_TABLE))  # tables of about equal width
-        for at in range(0, len(names), wide):
-            table = Table(title=target if not at else None, title_justify="left", title_style="bold", pad_edge=False)
-            table.add_column("load")
-            table.add_column("ok, others", justify="right")
-            for name in names[at : at + wide]:
-                table.add_column(_heading(name), justify="right")
-            for sheet in mine:
-                figures = [_figure_text(v) for v in sheet.values[at : at + wide]]
-                counts = Text(_counts_text(sheet).replace(" ", "\n", 1), "red" if sheet.outcomes["failed"] else "")
-                table.add_row(sheet.measured.load, counts, *figures)
-            console.print(table)
-        if any(v.ess is not None for s in mine for v in s.values):
-            console.print(
-                Text("below a percentile: n, effective n; 95% interval; all: with failures ranked above all", "dim")
-            )
+    for target, mine in _by_target(sheets(run, names)).items():
+        console.print(Text(target, "bold"))
+        for line in _warnings(mine):
+            console.print(Text(line, "bold yellow"))
+        for table in _tables(names, mine, width):
+            unbound.print(table)
+        for line in _legend(run, names, mine, "below"):
+            console.print(Text(line, "dim"))
         for sheet in mine:
             console.print(Text(f"\n{sheet.measured.load}", "bold"))
             for line in _remarks(sheet):
                 console.print(Padding(Text(line), (0, 0, 0, 2)))
             for doubt in sheet.doubts:
-                text = Text.assemble(("doubt: ", "bold yellow"), f"{doubt.kind}: {doubt.text}")
-                console.print(Padding(text, (0, 0, 0, 2)))
+                console.print(Padding(_doubt_text(doubt), (0, 0, 0, 2)))
             if not sheet.doubts:
                 console.print(Text("  no doubts", "dim"))
         console.print()
-    for note in run.notes:
-        console.print(Text(note, "yellow"))
+    for doubt in run.own_doubts:
+        console.print(_doubt_text(doubt))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _doubt_text(doubt: Doubt) -> Any:
+    from rich.text import Text
+
+    return Text.assemble(("doubt: ", "bold yellow"), f"{doubt.kind}: {doubt.text}")
+
+
+def _tables(names: Sequence[str], mine: Sequence[Sheet], width: int) -> Iterator[Any]:
+    """As few tables as `width` allows, of about as many metrics each, every one with its load and its counts."""
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
+    fixed = [[Text("load"), *(Text(s.measured.load) for s in mine)]]
+    for outcome in _outcomes(mine):
+        style = "red" if outcome == "failed" else ""
+        counts = (Text(str(s.outcomes[outcome]), style if s.outcomes[outcome] else "") for s in mine)
+        fixed.append([Text(SHORT.get(outcome, outcome)), *counts])
+    figures = [[_heading(name), *(_figure_text(s.values[at]) for s in mine)] for at, name in enumerate(names)]
+
+    def wide(columns: Iterable[Sequence[Text]]) -> int:
+        """Each column has a space on either side and a line before it; the last has a line behind it too."""
+        return 1 + sum(3 + max(cell_len(line) for text in c for line in text.plain.split("\n")) for c in columns)
+
+    for tables in range(1, len(figures) + 1):
+        each = -(-len(figures) // tables)
+        parts = [figures[at : at + each] for at in range(0, len(figures), each)]
+        if all(wide([*fixed, *part]) <= width for part in parts):
+            break
+    for part in parts:
+        table = Table()
+        for number_, column in enumerate([*fixed, *part]):
+            table.add_column(column[0], justify="right" if number_ else "left", no_wrap=True)
+        for row in zip(*(column[1:] for column in [*fixed, *part]), strict=True):
+            table.add_row(*row)
+        yield table
 
 
 def _heading(name: str) -> Any:
@@ -222,7 +268,7 @@ def _heading(name: str) -> Any:
             lines.append(f"_{word}")
     if metric.reducer:
         lines.append(metric.reducer)
-    return Text.assemble("\n".join(lines), ("" if metric.unit == "1" else f"\n{metric.unit}", "dim"))
+    return Text.assemble("\n".join(lines), ("" if metric.unit in ("1", "share") else f"\n{metric.unit}", "dim"))
 
 
 def _figure_text(v: Value) -> Any:
@@ -238,23 +284,29 @@ def _figure_text(v: Value) -> Any:
 
 def _markdown(run: Run, names: Sequence[str]) -> str:
     lines = [f"## {_title(run)}", ""]
-    of_run = sheets(run, names)
-    for target in dict.fromkeys(s.measured.target for s in of_run):
-        mine = [s for s in of_run if s.measured.target == target]
-        units = [metrics.parse(name).unit for name in names]
-        heads = [f"{n} ({u})" if u not in ("1", "share") else n for n, u in zip(names, units, strict=True)]
-        lines += [f"### {_md(target)}", "", f"| load | ok, others | {' | '.join(heads)} |"]
-        lines += [f"|---|---|{'---:|' * len(names)}"]
+    units = [metrics.parse(name).unit for name in names]
+    heads = [f"{n} ({u})" if u not in ("1", "share") else n for n, u in zip(names, units, strict=True)]
+    for target, mine in _by_target(sheets(run, names)).items():
+        outcomes = _outcomes(mine)
+        columns = ["load", *(SHORT.get(o, o) for o in outcomes), *heads]
+        lines += [f"### {_md(target)}", "", *(f"**{_md(line)}**\n" for line in _warnings(mine))]
+        lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
         for sheet in mine:
+            counts = [str(sheet.outcomes[o]) for o in outcomes]
             figures = [number(v.value, v.unit) + _md_small(v) for v in sheet.values]
-            lines.append(f"| {_md(sheet.measured.load)} | {_counts_text(sheet)} | {' | '.join(figures)} |")
+            lines.append(f"| {' | '.join([_md(sheet.measured.load), *counts, *figures])} |")
+        lines += ["", *(f"{_md(line)}  " for line in _legend(run, names, mine, "beside"))]
         for sheet in mine:
             lines += ["", f"**{_md(sheet.measured.load)}**", ""]
             lines += [f"- {_md(line)}" for line in _remarks(sheet)]
-            lines += [f"- **doubt: {d.kind}**: {_md(d.text)}" for d in sheet.doubts] or ["- no doubts"]
+            lines += [_md_doubt(d) for d in sheet.doubts] or ["- no doubts"]
         lines.append("")
-    lines += [_md(note) for note in run.notes]
+    lines += [_md_doubt(d) for d in run.own_doubts]
     return "\n".join(lines) + "\n"
+
+
+def _md_doubt(doubt: Doubt) -> str:
+    return f"- **doubt: {doubt.kind}**: {_md(doubt.text)}"
 
 
 def _md(text: str) -> str:
@@ -272,10 +324,10 @@ def _md_small(v: Value) -> str:
 def document(run: Run, names: Sequence[str]) -> dict[str, Any]:
     """The run as one JSON-able object."""
     return {
-        "schema": SCHEMA,
         "path": str(run.path),
         "run": dict(run.facts),
-        "notes": run.notes,
+        "missing": [m._asdict() for m in run.missing],
+        "doubts": [d._asdict() for d in run.own_doubts],
         "cells": [_cell_document(sheet) for sheet in sheets(run, names)],
     }
 
@@ -289,9 +341,10 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
         "header": {key: m.cell.header.get(key) for key in ("target", "load", "plan", "probe")},
         "window": {
             "rule": w.rule,
+            "opened": w.opened,
             "start_ns": w.start_ns,
             "end_ns": w.end_ns,
-            "seconds": w.seconds,
+            "seconds": round(w.seconds, 6),
             "requests": w.requests,
             "warmup_requests": w.warmup,
             "first_wave": w.first_wave,
@@ -300,7 +353,15 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
         "state": w.state,
         "complete": m.cell.complete,
         "outcomes": sheet.outcomes,
-        "failures": [{"kind": k, "count": c, "first_error": e} for k, c, e in sheet.failures],
+        "failures": [
+            {"kind": f.kind, "count": f.requests, "statuses": f.statuses, "first_error": f.first_error}
+            for f in sheet.failures
+        ],
+        "attempts": sheet.attempts and sheet.attempts._asdict(),
+        "little": sheet.little._asdict(),
+        "reconnected": sheet.reconnected[0],
+        "client_limited": sheet.client_limited,
+        "listed": m.listed,
         "metrics": {v.name: _value_document(v) for v in sheet.values},
         "whole_run": {v.name: _value_document(v) for v in sheet.whole_run},
         "doubts": [d._asdict() for d in sheet.doubts],
@@ -323,25 +384,27 @@ def _value_document(v: Value) -> dict[str, Any]:
     }
 
 
+COLUMNS = ["target", "load", "metric", "value", "unit", "n", "ess", "interval_low", "interval_high"]
+COLUMNS += ["state", "failures", "doubts", "label", "run"]
+
+
 def _csv(runs: Sequence[Run], names: Sequence[str]) -> str:
     out = io.StringIO()
-    columns = ["target", "load", "metric", "value", "unit", "n", "ess", "label", "run"]
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for run in runs:
-        writer.writerows(rows(run, names))
+        writer.writerows(rows(run, _or_default(names, run)))
     return out.getvalue()
 
 
 def _json(runs: Sequence[Run], names: Sequence[str]) -> str:
-    made = [document(run, names) for run in runs]
-    whole = made[0] if len(made) == 1 else {"schema": SCHEMA, "runs": made}
-    return json.dumps(whole, allow_nan=False) + "\n"
+    made = [document(run, _or_default(names, run)) for run in runs]
+    return json.dumps({"schema": SCHEMA, "runs": made}, allow_nan=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Sequence[Run], Sequence[str]], str]] = {
-    "terminal": lambda runs, names: "\n".join(_terminal(run, names) for run in runs),
-    "md": lambda runs, names: "\n".join(_markdown(run, names) for run in runs),
+    "terminal": lambda runs, names: "\n".join(_terminal(run, _or_default(names, run)) for run in runs),
+    "md": lambda runs, names: "\n".join(_markdown(run, _or_default(names, run)) for run in runs),
     "json": _json,
     "csv": _csv,
 }
@@ -357,6 +420,9 @@ def render(run: Run, names: Sequence[str], format: str) -> str:  # noqa: A002
 
 
 def render_all(runs: Sequence[Run], names: Sequence[str], format: str) -> str:  # noqa: A002
-    """The runs as text in one of FORMATS; JSON is one line. Raises BenchError for an unknown format."""
+    """The runs as text in one of FORMATS, without `names` each run's default; JSON is one line.
+
+    Raises BenchError for an unknown format.
+    """
     check_format(format)
-    return FORMATS[format](runs, names or DEFAULT_METRICS)
+    return FORMATS[format](runs, names)

@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+MOST_TOKENS = 10_000_000  # of a prompt or an answer: longer than any context, and a text of it still fits in memory
+LONGEST_S = (
+    10 * 366 * 86400
+)  # of a trace, a pause, a plan: ten years. More is a mistake, and ns of it must fit an int64
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})  # one for all: a dict each would be 64 MB in a million rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class Request:
     priority: int = 0
     cancel_after_s: float | None = None  # the client leaves this long after sending
     model: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)  # put into the body as it stands
+    extra: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)  # put into the body as it stands
     line: int = 0  # of the trace file, for errors
 
 

@@ -1,18 +1,23 @@
-"""Runs as read back from disk: every cell with its records, its window and the doubts about it."""
+"""Runs as read back from disk: every cell with its records, its window, its figures and the doubts about it."""
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import records, windows
+from llm_bench import metrics, outcomes, records, shapes, windows
+from llm_bench.client import CLIENT_LIMITED
+from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt, doubts
 from llm_bench.errors import BenchError
+from llm_bench.facts import STOPPED
+from llm_bench.identities import Little, little
 from llm_bench.metrics import Value
-from llm_bench.records import Cell
-from llm_bench.series import outcome_in
+from llm_bench.outcomes import Attempts, Failure
+from llm_bench.records import OUTCOMES
+from llm_bench.series import due_in, outcome_in
 from llm_bench.windows import Window
 
 
@@ -27,14 +32,32 @@ class Measured:
     window: Window
     end: Mapping[str, Any]
     stored: Sequence[Doubt]  # what the run itself wrote down
+    listed: bool = True  # False: run.json, which is there, does not know it
+
+
+class Missing(NamedTuple):
+    """A cell that was planned and cannot be read."""
+
+    target: str
+    load: str
+    why: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.target} at {self.load}: {self.why}"
 
 
 @dataclass
 class Run:
     path: Path
-    facts: Mapping[str, Any]  # run.json without its cells; {} after a crash
+    facts: Mapping[str, Any]  # run.json without its cells; {} where there is none
     cells: list[Measured]
-    notes: list[str]  # cells that were begun and left no records
+    missing: list[Missing]
+
+    @property
+    def own_doubts(self) -> list[Doubt]:
+        """Of the run, beside those of its cells."""
+        return [Doubt("missing cell", m.text) for m in self.missing]
 
     @cached_property
     def doubts(self) -> list[list[Doubt]]:
@@ -47,11 +70,55 @@ class Run:
         return fresh + [d for d in m.stored if d.kind not in {f.kind for f in fresh}]
 
 
+class Sheet(NamedTuple):
+    """All that any report prints of one cell."""
+
+    measured: Measured
+    values: list[Value]
+    whole_run: list[Value]  # closed loops: the percentiles asked for, with the first wave and the drain
+    outcomes: dict[str, int]  # of requests due in the window
+    failures: list[Failure]  # of the whole cell
+    attempts: Attempts | None  # of requests due in the window, where any of the cell was tried twice
+    little: Little
+    reconnected: tuple[int, int]  # attempted requests due in the window: those that reopened a connection, and all
+    doubts: list[Doubt]
+
+    @property
+    def client_limited(self) -> bool:
+        return any(d.kind in CLIENT_LIMITED for d in self.doubts)
+
+
+def sheets(run: Run, names: Sequence[str]) -> list[Sheet]:
+    return [_sheet(run, m, names) for m in run.cells]
+
+
+def _sheet(run: Run, m: Measured, names: Sequence[str]) -> Sheet:
+    cell, window = m.cell, m.window
+    values = metrics.compute_all(names, cell, window)
+    percentiles = [n for n in names if metrics.parse(n).reducer in metrics.QUANTILES]
+    first_wave = window.first_wave and window.state != windows.TOO_SHORT
+    whole_run = metrics.compute_all(percentiles, cell, windows.whole(cell)) if first_wave else []
+    due = due_in(cell, window)
+    tried = due & windows.attempted(cell)
+    return Sheet(
+        measured=m,
+        values=values,
+        whole_run=whole_run,
+        outcomes={o: int((due & outcome_in(cell, o)).sum()) for o in OUTCOMES},
+        failures=outcomes.failures(cell),
+        attempts=outcomes.attempts(cell, due),
+        little=little(cell, window),
+        reconnected=(int((tried & (cell["reconnects"] > 0)).sum()), int(tried.sum())),
+        doubts=run.doubts_of(m, values),
+    )
+
+
 class Verdict(NamedTuple):
     """What an exit code is made of."""
 
     cells: list[tuple[str, int, float]]  # name, ok requests, error rate of the whole cell
     doubts: list[Doubt]
+    client_limited: bool  # of any cell: this client, and not its target, decided the figures
 
 
 def verdict(run: Run) -> Verdict:
@@ -59,42 +126,67 @@ def verdict(run: Run) -> Verdict:
     for m in run.cells:
         ok, failed = (int(outcome_in(m.cell, outcome).sum()) for outcome in ("ok", "failed"))
         cells.append((m.name, ok, failed / (ok + failed) if ok + failed else 0.0))
-    return Verdict(cells, [doubt for of_cell in run.doubts for doubt in of_cell])
+    found = [doubt for of_cell in (run.own_doubts, *run.doubts) for doubt in of_cell]
+    return Verdict(cells, found, any(d.kind in CLIENT_LIMITED for d in found))
 
 
 def load_run(path: Path) -> Run:
-    """The run in folder `path`; without its run.json (a crash) every record file found there.
+    """The run in folder `path`; without its run.json every record file found there.
 
     Raises BenchError where there is no such folder, no cell, or a file that is none of ours.
     """
-    book = path / "run.json"
     if not path.is_dir():
         raise BenchError(f"{path}: no such run folder")
-    facts: dict[str, Any] = {}
-    if book.exists():
-        try:
-            facts = json.loads(book.read_text())
-        except ValueError as e:
-            raise BenchError(f"{book}: not JSON ({e}); remove it to read the record files alone") from None
-        if not isinstance(facts, dict) or not isinstance(facts.get("cells", []), list):
-            raise BenchError(f"{book}: expected an object with a list of cells, as `llm-bench run` writes it")
-    listed = {str(entry.get("file", "")): entry for entry in facts.pop("cells", [])}
-    files = [*listed, *sorted(f.name for f in path.glob("*.arrow") if f.name not in listed)]
-    there = [name for name in files if (path / name).is_file()]
-    notes = [f"{name}: the cell was begun and left no records" for name in files if name not in there]
-    if not there:
+    book, facts = path / "run.json", {}
+    if book.is_file():
+        facts = shapes.parse(book.read_bytes(), shapes.RUN, str(book))
+    entries = facts.pop("cells", None) or []
+    listed = {_entry_name(entry, f"{book}: cells[{i}]"): entry for i, entry in enumerate(entries)}
+    files = records.files_of(path)
+    if not files:
         raise BenchError(f"{path}: no run: no record file (*.arrow) in it")
-    return Run(path, facts, [_measured(path / name, listed.get(name, {})) for name in there], notes)
+    there = [name for name in listed if name in files] + [name for name in files if name not in listed]
+    lost = [Missing(*_place(e), "it was begun and left no records") for n, e in listed.items() if n not in files]
+    missing = lost + _never_run(facts, list(listed.values()))
+    cells = [_measured(path, name, listed.get(name, {}), name in listed or not book.is_file()) for name in there]
+    return Run(path, facts, cells, missing)
 
 
-def _measured(file: Path, entry: Mapping[str, Any]) -> Measured:
-    cell = records.read(file)
-    header = cell.header
-    target = header.get("target") or {}
-    load = header.get("load") or {}
-    stored = [Doubt(str(d["kind"]), str(d["text"])) for d in entry.get("doubts", [])]
-    label = load.get("label") or _load_label(load)
-    return Measured(file.stem, target.get("name", "?"), label, cell, windows.of(cell), entry.get("end") or {}, stored)
+def _entry_name(entry: Mapping[str, Any], where: str) -> str:
+    """A cell's name: as run.json has it, or that of the file it names."""
+    name = entry.get("name") or str(entry.get("file") or "").removesuffix(".arrow")
+    if not name:
+        raise BenchError(f"{where}: expected the name or the file of a cell, found neither")
+    return str(name)
+
+
+def _place(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Target and load of a cell as run.json has it."""
+    load = entry.get("load") or {}
+    return str(entry.get("target", "?")), str(load.get("label") or _load_label(load))
+
+
+def _never_run(facts: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]) -> list[Missing]:
+    """What the run had still before it when it ended: each target at each load, but for the cells that were begun."""
+    planned = Counter((str(t), str(load)) for t in facts.get("targets") or [] for load in facts.get("loads") or [])
+    left = planned - Counter(map(_place, begun))
+    why = "not run when the run last wrote down where it was"
+    for last in begun[-1:]:
+        if stopped := STOPPED.get((last.get("end") or {}).get("reason") or ""):
+            why = f"not run, since {stopped} ({' at '.join(_place(last))})"
+    return [Missing(target, load, why) for target, load in left.elements()]
+
+
+def _measured(folder: Path, name: str, entry: Mapping[str, Any], listed: bool) -> Measured:
+    cell = records.read_cell(folder, name)
+    try:
+        window = windows.of(cell)
+    except BenchError as e:
+        raise BenchError(f"{folder / name}.arrow: {e}") from None
+    load = cell.header["load"]
+    stored = [Doubt(d["kind"], d["text"]) for d in entry.get("doubts") or []]
+    label, target = str(load.get("label") or _load_label(load)), cell.header.get("target") or {}
+    return Measured(name, str(target.get("name") or "?"), label, cell, window, entry.get("end") or {}, stored, listed)
 
 
 def _load_label(load: Mapping[str, Any]) -> str:
@@ -105,8 +197,8 @@ def _load_label(load: Mapping[str, Any]) -> str:
 
 
 def newest(runs: Path) -> Path:
-    """The run folder that was written to last. Raises BenchError where there is none."""
-    found = [f for f in runs.glob("*/") if (f / "run.json").exists() or any(f.glob("*.arrow"))] if runs.is_dir() else []
+    """The run folder that was written to last, of those with records. Raises BenchError where there is none."""
+    found = [f for f in runs.glob("*/") if any(f.glob("*.arrow"))] if runs.is_dir() else []
     if not found:
-        raise BenchError(f"{runs}: no run in it; give a run folder, or make one with `llm-bench run`")
+        raise BenchError(f"{runs}: no run with records in it; give a run folder, or make one with `llm-bench run`")
     return max(found, key=lambda f: max(p.stat().st_mtime_ns for p in f.iterdir()))

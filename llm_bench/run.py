@@ -4,9 +4,8 @@ Everything that a cell measured is on disk before the next begins; `run.json` na
 """
 
 import json
-import os
-import platform
 import secrets
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_bench import __version__, clock, plan, targets, trace
+from llm_bench import __version__, clock, plan, probe, prompts, targets, trace
 from llm_bench.cell import Cell, Options
 from llm_bench.errors import BenchError
+from llm_bench.host import host
 from llm_bench.measure import Say, measure
 from llm_bench.plan import Load
+from llm_bench.records import DISK_ERRORS
 from llm_bench.request import Trace
 from llm_bench.targets import Target
 
@@ -33,6 +34,7 @@ class Job:
     format: str | None = None
     block_size: int | None = None
     skip_bad: int = 0
+    workers: int = 1  # processes that share each cell
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class Ended:
 def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     """Measure every cell; `say` prints a line that stays, `live` one that is overwritten.
 
-    Raises BenchError, before any load is sent, when something asked for cannot be right.
+    Raises BenchError, before any load is sent, when something asked for cannot be right, and KeyboardInterrupt for
+    SIGINT or SIGTERM outside a cell. In a cell they cut it, and what it measured is written.
     """
+    exact = {t.name: prompts.exact(t.tokenizer) for t in job.targets if t.tokenizer}
     rows = trace.read(
         job.trace,
         format=job.format,
@@ -68,10 +72,11 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     _make_folder(options.out)
     book = Book(job, options, rows)
     with ExitStack() as stack:
+        _stop_on_term()
         ready = []
         for declared in job.targets:
             target = stack.enter_context(targets.running(declared, say, options.out / f"{declared.name}.log"))
-            found = targets.probe(target, say, options.ready_s, stream=options.stream)
+            found = probe.probe(target, say, options.ready_s, stream=options.stream, timeouts=options.timeouts)
             for note in found.notes:
                 say(f"{target.name}: {note}")
             requests, effect = plan.fit_context(rows.requests, found.max_model_len, options.too_long)
@@ -80,9 +85,11 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             ready.append((target, found, requests, effect))
         for target, found, requests, effect in ready:
             for load in job.loads:
-                cell = Cell(options, book.run_id, len(book.facts["cells"]), target, found, requests, load)
+                number = len(book.facts["cells"])
+                cell = Cell(options, book.run_id, number, target, found, requests, load, exact.get(target.name))
                 book.begin_cell(cell.name, {"target": target.name, "load": cell.load_facts()})
-                end = measure(cell, book.header({"too_long": effect}), say, live)
+                end = measure(cell, book.header({"too_long": effect}), say, live, job.workers)
+                _stop_on_term()
                 book.end_cell(cell.name, end)
                 if end["turns_not_sent"]:
                     say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
@@ -92,6 +99,11 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
                     say(f"{target.name} no longer answers; what was measured is in {options.out}")
                     return Ended(gone=target.name)
     return Ended()
+
+
+def _stop_on_term() -> None:
+    """Outside a cell SIGTERM ends a run as Ctrl-C does. A cell's event loop has its own handlers, and leaves none."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _make_folder(out: Path) -> None:
@@ -117,6 +129,7 @@ class Book:
             "anchor": list(clock.anchor()),
             "host": host(),
             "settings": options.public(),
+            "targets": [target.name for target in job.targets],
             "loads": [load.label for load in job.loads],
             "trace": {"path": rows.path, "format": rows.format, "notes": rows.notes}
             | {"rows": len(rows.requests), "skipped": rows.skipped},
@@ -139,21 +152,12 @@ class Book:
 
     def save(self) -> None:
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.facts, indent=1) + "\n")
-        part.replace(self.path)
-
-
-def host() -> dict[str, Any]:
-    """The machine as far as it matters to a reader: no host name, no user."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-    }
+        try:
+            part.write_text(json.dumps(self.facts, indent=1, allow_nan=False) + "\n")
+            part.replace(self.path)
+        except ValueError as e:
+            raise BenchError(f"{self.path}: the settings cannot be stored: {e}") from None
+        except OSError as e:
+            if e.errno not in DISK_ERRORS:
+                raise
+            raise BenchError(f"{self.path}: {e.strerror}; what was measured before is readable there") from None

@@ -1,12 +1,12 @@
 """SERIES: what has one value a request. Definitions are METRICS.md's, row by row; nan = not applicable, never 0."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llm_bench.records import Cell
+from llm_bench.columns import Cell, Piece
 from llm_bench.windows import Window
 
 
@@ -20,6 +20,9 @@ class Context:
 
 NOTHING = Context()
 ONE_STAMP = "one distinct event stamp"  # burst delivery hid the time between tokens
+SEVERAL = "several choices"  # nothing says which of the tokens are whose
+HIDDEN = (ONE_STAMP, SEVERAL)  # there is such a time, and it cannot be known: no limit on it can be called met
+LATER = "(needs limits, which come with a later release)"  # no command line takes them yet
 
 
 class Column(NamedTuple):
@@ -38,15 +41,27 @@ class Series(NamedTuple):
     counts_tokens: bool = False  # depends on tokens_out: an estimate where the server does not say it
 
 
-def counts(cell: Cell) -> np.ndarray:
-    """Token-bearing events of each request (n,)."""
-    return np.diff(cell.offsets)
+def row_sums(offsets: np.ndarray, per_event: np.ndarray) -> np.ndarray:
+    """Sums (k,) of a value per event; unlike np.add.reduceat it is right for requests without events."""
+    total = np.zeros(len(per_event) + 1, np.float64 if per_event.dtype.kind == "f" else np.int64)
+    np.cumsum(per_event, out=total[1:])
+    return np.asarray(total[offsets[1:]] - total[offsets[:-1]])
 
 
-def row_sums(cell: Cell, per_event: np.ndarray) -> np.ndarray:
-    """Sums (n,) of a value per event; unlike np.add.reduceat it is right for requests without events."""
-    total = np.concatenate([[0], np.cumsum(per_event)])
-    return np.asarray(total[cell.offsets[1:]] - total[cell.offsets[:-1]])
+def events_in(cell: Cell, window: Window) -> np.ndarray:
+    """Token-bearing events (n,) of each request with a stamp in the window.
+
+    Stamps of a request never fall, so only those requests that are at it when the window opens or closes need a look
+    at each event.
+    """
+    first, last = cell.first_ns, cell.last_ns
+    inside = np.where((first >= window.start_ns) & (last < window.end_ns), cell.counts, 0)
+    astride = (first < window.end_ns) & (last >= window.start_ns) & (inside == 0) & (cell.counts > 0)
+    for piece in cell.pieces() if astride.any() else ():
+        if astride[piece.rows].any():
+            seen = (piece.ns >= window.start_ns) & (piece.ns < window.end_ns)
+            inside[piece.rows] = row_sums(piece.offsets, seen)
+    return inside
 
 
 def due_in(cell: Cell, window: Window) -> np.ndarray:
@@ -56,7 +71,7 @@ def due_in(cell: Cell, window: Window) -> np.ndarray:
 
 def outcome_in(cell: Cell, *outcomes: str) -> np.ndarray:
     """Mask of the requests with one of these outcomes."""
-    return np.asarray(np.logical_or.reduce([cell["outcome"] == outcome for outcome in outcomes]), bool)
+    return cell.among("outcome", *outcomes)
 
 
 def _since_first_due(cell: Cell, stamps: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -66,10 +81,7 @@ def _since_first_due(cell: Cell, stamps: np.ndarray, known: np.ndarray) -> np.nd
 
 def event(cell: Cell, last: bool) -> np.ndarray:
     """Each request's first or last event in ns since the cell's first due time, nan without events."""
-    if not len(cell.event_ns):
-        return np.full(cell.n, np.nan)
-    at = cell.offsets[1:] - 1 if last else cell.offsets[:-1]
-    return _since_first_due(cell, cell.event_ns[np.clip(at, 0, len(cell.event_ns) - 1)], counts(cell) > 0)
+    return _since_first_due(cell, cell.last_ns if last else cell.first_ns, cell.counts > 0)
 
 
 def stamp(cell: Cell, name: str) -> np.ndarray:
@@ -89,26 +101,26 @@ def _column(values: np.ndarray, why: Mapping[str, np.ndarray]) -> Column:
 
 def _last(cell: Cell) -> np.ndarray:
     """Last token: the last event or, not streamed, the end."""
-    return np.where(counts(cell) > 0, event(cell, last=True), stamp(cell, "end_ns"))
+    return np.where(cell.counts > 0, event(cell, last=True), stamp(cell, "end_ns"))
 
 
 def _spread(cell: Cell) -> dict[str, np.ndarray]:
     """Why time between tokens does not apply: the reasons of METRICS.md, in the order in which they are counted."""
     return {
         "under 2 tokens": (cell["tokens_out"] >= 0) & (cell["tokens_out"] < 2),
-        "not streamed": counts(cell) == 0,
+        "not streamed": cell.counts == 0,
         ONE_STAMP: event(cell, last=True) == event(cell, last=False),
     }
 
 
 def _ttft(cell: Cell, since: str) -> Column:
-    return _column(elapsed_ms(event(cell, last=False), stamp(cell, since)), {"not streamed": counts(cell) == 0})
+    return _column(elapsed_ms(event(cell, last=False), stamp(cell, since)), {"not streamed": cell.counts == 0})
 
 
 def _ttfo(cell: Cell, _: Context) -> Column:
     first = stamp(cell, "first_answer_ns")
     values = elapsed_ms(first, stamp(cell, "due_ns"))
-    return _column(values, {"not streamed": counts(cell) == 0, "no answer token": np.isnan(first)})
+    return _column(values, {"not streamed": cell.counts == 0, "no answer token": np.isnan(first)})
 
 
 def _e2e(cell: Cell, since: str) -> Column:
@@ -120,7 +132,7 @@ def _decode_ms(cell: Cell) -> np.ndarray:
 
 
 def _tpot(cell: Cell, _: Context) -> Column:
-    why = {"tokens unknown": cell["tokens_out"] < 0, **_spread(cell)}
+    why = {"tokens unknown": cell["tokens_out"] < 0, SEVERAL: cell.choices > 1, **_spread(cell)}
     return _column(over(_decode_ms(cell), cell["tokens_out"] - 1), why)
 
 
@@ -128,14 +140,16 @@ def _tpot_decode(cell: Cell, _: Context) -> Column:
     first = _first_event_tokens(cell)
     values = over(_decode_ms(cell), cell["tokens_out"] - first)
     why = {"size of the first event unknown": first == 0, "all tokens in the first event": first >= cell["tokens_out"]}
-    return _column(values, _spread(cell) | why)
+    return _column(values, {SEVERAL: cell.choices > 1} | _spread(cell) | why)
 
 
 def _first_event_tokens(cell: Cell) -> np.ndarray:
-    if not len(cell.event_tokens):
-        return np.zeros(cell.n, np.int64)
-    at = np.minimum(cell.offsets[:-1], len(cell.event_tokens) - 1)
-    return np.where(counts(cell) > 0, cell.event_tokens[at], 0)
+    first = np.zeros(cell.n, np.int64)
+    for piece in cell.pieces():
+        if piece.tokens is not None:
+            some = np.diff(piece.offsets) > 0
+            first[piece.rows[some]] = piece.tokens[piece.offsets[:-1][some]]
+    return first
 
 
 def over(values: np.ndarray, by: np.ndarray) -> np.ndarray:
@@ -143,40 +157,75 @@ def over(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     return np.asarray(np.divide(values, by, out=np.full(len(values), np.nan), where=by > 0))
 
 
-def gaps_ms(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
-    """Every gap between successive token-bearing events of one choice of one request, and its request's row."""
-    rows = np.repeat(np.arange(cell.n), counts(cell))
-    stamps, choice = cell.event_ns, cell.event_choice
-    same = rows[1:] == rows[:-1]
-    if choice.any():
-        order = np.lexsort((choice, rows))  # stable: events of a choice stay in order
-        stamps, choice = stamps[order], choice[order]
-        same &= choice[1:] == choice[:-1]
-    return np.diff(stamps)[same] / 1e6, rows[1:][same]
+def gaps(cell: Cell) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(rows, how many gaps each has, all gaps in ns) of some requests at a time.
+
+    Gaps are between successive token-bearing events of one choice of one request.
+    """
+    for piece in cell.pieces():
+        if piece.choice is not None and piece.choice.any():
+            yield _gaps_within_choices(piece)
+            continue
+        between = np.diff(piece.ns)
+        borders = piece.offsets[1:-1] - 1  # from the last event of one request to the first of the next
+        keep = np.ones(len(between), bool)
+        keep[borders[(borders >= 0) & (borders < len(between))]] = False
+        yield piece.rows, np.maximum(np.diff(piece.offsets) - 1, 0), between[keep]
+
+
+def _gaps_within_choices(piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    assert piece.choice is not None
+    row = np.repeat(np.arange(len(piece.rows)), np.diff(piece.offsets))
+    order = np.lexsort((piece.choice, row))  # stable: events of a choice stay in order
+    choice = piece.choice[order]
+    same = (row[1:] == row[:-1]) & (choice[1:] == choice[:-1])
+    return piece.rows, np.bincount(row[1:][same], minlength=len(piece.rows)), np.diff(piece.ns[order])[same]
 
 
 def _itl(cell: Cell, _: Context) -> Column:
-    gaps, rows = gaps_ms(cell)
     why = _spread(cell)
-    null = np.logical_or.reduce(list(why.values()))[rows]
-    return Column(gaps[~null], why, rows[~null])
+    null = np.logical_or.reduce(list(why.values()))
+    many = np.zeros(cell.n, np.int64)
+    for rows, count, _gaps in gaps(cell):
+        many[rows] = count
+    many[null] = 0
+    starts = np.cumsum(many) - many
+    values = np.empty(int(many.sum()))  # the one array of a report that is as long as there are gaps
+    for rows, count, between in gaps(cell):
+        mine = np.repeat(~null[rows], count)
+        shift = np.repeat(starts[rows] - (np.cumsum(many[rows]) - many[rows]), many[rows])
+        values[shift + np.arange(len(shift))] = between[mine]
+    values /= 1e6
+    return Column(values, why, np.repeat(np.arange(cell.n, dtype=np.int32), many))
 
 
-def _stall(cell: Cell, ctx: Context) -> Column:
-    gaps, why, rows = _itl(cell, ctx)
-    assert rows is not None
-    values = np.full(cell.n, -np.inf)
-    starts = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]])) if len(rows) else rows
-    values[rows[starts]] = np.maximum.reduceat(gaps, starts) if len(rows) else gaps
-    return Column(np.where(np.isinf(values), np.nan, values), why)
+def _stall(cell: Cell, _: Context) -> Column:
+    values = np.full(cell.n, np.nan)
+    for rows, count, between in gaps(cell):
+        some = count > 0
+        if len(between):
+            values[rows[some]] = np.maximum.reduceat(between, (np.cumsum(count) - count)[some]) / 1e6
+    return _column(values, _spread(cell) | {"one token a choice": (cell.choices > 1) & np.isnan(values)})
 
 
 def _lag(cell: Cell, later: str, earlier: str) -> Column:
     return Column(elapsed_ms(stamp(cell, later), stamp(cell, earlier)))
 
 
+def _lag_client(cell: Cell, _: Context) -> Column:
+    """What is left of sent - ready when connecting is taken off. Retries before anything was sent waited as told."""
+    lag = _lag(cell, "sent_ns", "ready_ns").values - cell["connect_ns"] / 1e6
+    retried = (cell["attempts"] > 1) & cell.among("first_attempt", "connect_error", "connect_timeout")
+    return _column(lag, {"connecting was retried": retried})
+
+
+def _lag_connect(cell: Cell, _: Context) -> Column:
+    return Column(np.where(cell["sent_ns"] > 0, cell["connect_ns"] / 1e6, np.nan))
+
+
 def _normalized(cell: Cell, _: Context) -> Column:
-    return _column(over(_e2e(cell, "due_ns").values, cell["tokens_out"]), {"tokens unknown": cell["tokens_out"] < 1})
+    values = over(_e2e(cell, "due_ns").values, cell["tokens_out"])
+    return _column(values, {"tokens unknown": cell["tokens_out"] < 1, SEVERAL: cell.choices > 1})
 
 
 def _output_speed(cell: Cell, ctx: Context) -> Column:
@@ -188,11 +237,14 @@ def _server(name: str) -> Callable[[Cell, Context], Column]:
     return lambda cell, _: _column(cell[name], {"not said by the server": np.isnan(cell[name])})
 
 
-def _deadline_walk(cell: Cell, ctx: Context, share: Callable[[Cell, float, float], np.ndarray]) -> Column:
-    if ctx.deadlines is None:
-        return _column(np.full(cell.n, np.nan), {"no deadlines given": np.ones(cell.n, bool)})
-    why = {"not streamed": counts(cell) == 0, "several choices": row_sums(cell, cell.event_choice) > 0}
-    return _column(share(cell, *ctx.deadlines), why)
+def _by_deadlines(share: Callable[[Cell, float, float], np.ndarray]) -> Callable[[Cell, Context], Column]:
+    def column(cell: Cell, ctx: Context) -> Column:
+        if ctx.deadlines is None:
+            return _column(np.full(cell.n, np.nan), {"no deadlines were given": np.ones(cell.n, bool)})
+        why = {"not streamed": cell.counts == 0, SEVERAL: cell.choices > 1}
+        return _column(share(cell, *ctx.deadlines), why)
+
+    return column
 
 
 def _event_sizes(cell: Cell) -> np.ndarray:
@@ -202,7 +254,7 @@ def _event_sizes(cell: Cell) -> np.ndarray:
 
 def _fluidity(cell: Cell, d_ttft: float, d_tpot: float) -> np.ndarray:
     """Deadlines met / deadlines, all requests walked at once, one event a step (Etalon, arXiv 2407.07000)."""
-    sizes, many = _event_sizes(cell), counts(cell)
+    sizes, many = _event_sizes(cell), cell.counts
     met, total, slack = np.zeros(cell.n), np.zeros(cell.n), np.zeros(cell.n)
     before = cell["due_ns"].copy()
     longest_first = np.argsort(-many, kind="stable")
@@ -223,12 +275,12 @@ def _fluidity(cell: Cell, d_ttft: float, d_tpot: float) -> np.ndarray:
 
 def _on_time(cell: Cell, d_ttft: float, d_tpot: float) -> np.ndarray:
     """Share of tokens i with stamp <= due + D_ttft + i * D_tpot."""
-    sizes, many = _event_sizes(cell), counts(cell)
+    sizes, many = _event_sizes(cell), cell.counts
     before = np.cumsum(sizes) - sizes
     first = before - np.repeat(np.append(before, 0)[cell.offsets[:-1]], many)  # i of each event's first token
     late = (cell.event_ns - np.repeat(cell["due_ns"], many)) / 1e6 - d_ttft
     from_i = np.ceil(np.round(late / d_tpot, 9))  # tokens of the event with i at or above this are on time
-    return over(row_sums(cell, np.clip(first + sizes - from_i, 0, sizes)), row_sums(cell, sizes))
+    return over(row_sums(cell.offsets, np.clip(first + sizes - from_i, 0, sizes)), row_sums(cell.offsets, sizes))
 
 
 SERIES: dict[str, Series] = {
@@ -243,14 +295,15 @@ SERIES: dict[str, Series] = {
     "stall": Series("ms", _stall, "lower", "longest gap of a request"),
     "lag": Series("ms", lambda c, _: _lag(c, "sent_ns", "due_ns"), "lower", "sent after due time"),
     "lag_wait": Series("ms", lambda c, _: _lag(c, "ready_ns", "due_ns"), "lower", "of lag: waiting for a slot or cap"),
-    "lag_client": Series("ms", lambda c, _: _lag(c, "sent_ns", "ready_ns"), "lower", "of lag: the client's lateness"),
+    "lag_connect": Series("ms", _lag_connect, "lower", "of lag: waiting for a new connection"),
+    "lag_client": Series("ms", _lag_client, "lower", "of lag: the client's own lateness"),
     "normalized_latency": Series("ms/token", _normalized, "lower", "e2e / tokens", True),
     "output_speed": Series("tokens/s", _output_speed, "higher", "1000 / tpot: what one user sees", True),
-    "fluidity": Series("share", lambda c, x: _deadline_walk(c, x, _fluidity), "higher", "token deadlines met (Etalon)"),
-    "on_time_share": Series("share", lambda c, x: _deadline_walk(c, x, _on_time), "higher", "tokens on time"),
-    "queue": Series("ms", _server("server_queue_ms"), "lower", "the server's own account"),
-    "prefill": Series("ms", _server("server_prefill_ms"), "lower", "the server's own account"),
-    "decode": Series("ms", _server("server_decode_ms"), "lower", "the server's own account"),
-    "server_ttft": Series("ms", _server("server_ttft_ms"), "lower", "the server's own account"),
-    "server_tpot": Series("ms", _server("server_tpot_ms"), "lower", "the server's own account"),
+    "fluidity": Series("share", _by_deadlines(_fluidity), "higher", f"token deadlines met (Etalon) {LATER}"),
+    "on_time_share": Series("share", _by_deadlines(_on_time), "higher", f"tokens on time {LATER}"),
+    "queue": Series("ms", _server("server_queue_ms"), "lower", "the server's own account of its queue"),
+    "prefill": Series("ms", _server("server_prefill_ms"), "lower", "the server's own account of its prefill"),
+    "decode": Series("ms", _server("server_decode_ms"), "lower", "the server's own account of its decoding"),
+    "server_ttft": Series("ms", _server("server_ttft_ms"), "lower", "the server's own account of its TTFT"),
+    "server_tpot": Series("ms", _server("server_tpot_ms"), "lower", "the server's own account of its TPOT"),
 }

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_bench import stats
+from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
-from llm_bench.records import Cell
-from llm_bench.series import NOTHING, ONE_STAMP, SERIES, Column, due_in, elapsed_ms, outcome_in, stamp
+from llm_bench.series import HIDDEN, NOTHING, SERIES, Column, due_in, elapsed_ms, outcome_in, stamp
 from llm_bench.windows import Window
 
 
@@ -28,7 +28,8 @@ class Attainment(NamedTuple):
 def attainment(cell: Cell, window: Window, limits: Mapping[str, float]) -> Attainment:
     """Requests against per-request `limits` (series -> value in its unit, itself included).
 
-    A limit that does not apply is met, unless burst delivery hid the figure: then it is not. Raises BenchError for an
+    A limit that does not apply is met, unless there is such a figure that is hidden (burst delivery, several choices):
+    then it is not. Raises BenchError for an
     unknown series.
     """
     rows = due_in(cell, window)
@@ -38,8 +39,8 @@ def attainment(cell: Cell, window: Window, limits: Mapping[str, float]) -> Attai
     for name, limit in limits.items():
         column = _per_request(cell, name)
         values, within = column.values, _within(name, limit)
-        burst = column.why.get(ONE_STAMP, np.zeros(cell.n, bool)) & (cell["tokens_out"] >= 2)
-        applies = ~np.isnan(values) | burst
+        hidden = np.logical_or.reduce([column.why.get(reason, np.zeros(cell.n, bool)) for reason in HIDDEN])
+        applies = ~np.isnan(values) | (hidden & (cell["tokens_out"] >= 2))
         fine = within(values)
         met &= fine | ~applies
         each[name] = (int((ok & fine).sum()), int((ok & applies).sum() + lost.sum()))
@@ -73,4 +74,6 @@ def _censored(cell: Cell, name: str, values: np.ndarray) -> np.ndarray:
     if name in ("ttft", "ttft_sent", "ttfo", "e2e", "e2e_sent"):
         age = elapsed_ms(stamp(cell, "end_ns"), stamp(cell, "sent_ns" if name.endswith("_sent") else "due_ns"))
         return age if name.startswith("e2e") else np.where(np.isnan(values), age, values)
-    return values if name in ("itl", "stall", "lag", "lag_wait", "lag_client") else np.full(cell.n, np.nan)
+    return (
+        values if name in ("itl", "stall", "lag", "lag_wait", "lag_connect", "lag_client") else np.full(cell.n, np.nan)
+    )

@@ -66,7 +66,7 @@ def _ess_of_groups(indicator: np.ndarray, variance: float, groups: np.ndarray) -
     """The same with batches that end where a group ends. Too few groups to batch: each counts as one sample."""
     n = len(indicator)
     starts = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
-    sums, sizes = np.add.reduceat(indicator.astype(np.float64), starts), np.diff(np.append(starts, n))
+    sums, sizes = np.add.reduceat(indicator, starts, dtype=np.int64), np.diff(np.append(starts, n))
     taus = []
     for m in BATCHES:
         batch = starts * m // n
@@ -76,24 +76,26 @@ def _ess_of_groups(indicator: np.ndarray, variance: float, groups: np.ndarray) -
     return n / max([1.0, *taus]) if taus else float(len(starts))
 
 
-def interval(values: np.ndarray, q: float, groups: np.ndarray | None = None) -> Interval | str:
+def interval(
+    values: np.ndarray, q: float, groups: np.ndarray | None = None, samples: float | None = None
+) -> Interval | str:
     """The 95% interval of the q-quantile of `values` in due order, or the reason in words why there is none.
 
-    q ± t9 · sqrt(q(1 - q) / ESS) on the probability axis, read off the sorted sample (METRICS.md, Statistics).
+    `samples`: their ess, where it is known already. q ± t9 · sqrt(q(1 - q) / ESS) on the probability axis, read off the sorted sample (METRICS.md, Statistics).
     """
     n, name = len(values), percent_name(q)
     if n < 2:
         return f"{name} of {n}: no interval"
-    if (1 - q) * (n - 1) < 1:
+    if among_largest(q, n):
         return f"{name} of {n} lies between the two largest: no upper bound (at least {least_n_for_max(q)} needed)"
-    samples = ess(values, q, groups)
+    samples = ess(values, q, groups) if samples is None else samples
     if samples < LEAST_ESS:
-        return f"{name}: {samples:.0f} effective samples of {n}, under {LEAST_ESS:.0f}: no interval can be trusted"
+        return f"{name}: ESS {samples:.0f} of {n}, under {LEAST_ESS:.0f}: no interval can be trusted"
     half = T9 * math.sqrt(q * (1 - q) / samples)
     if q + half >= 1:
-        return f"{name}: {samples:.0f} effective samples of {n} give no upper bound"
+        return f"{name}: ESS {samples:.0f} of {n} gives no upper bound"
     if q - half <= 0:
-        return f"{name}: {samples:.0f} effective samples of {n} give no lower bound"
+        return f"{name}: ESS {samples:.0f} of {n} gives no lower bound"
     low, high = np.quantile(values, (q - half, q + half))
     return Interval(float(low), float(high))
 
@@ -106,6 +108,11 @@ def wilson(k: float, n: float, conf: float = 0.95) -> Interval:
     half = math.sqrt(z2 * (p * (1 - p) + z2 / (4 * n)) / n) / (1 + z2 / n)
     # At k = 0 and k = n the bound is exactly 0 and 1; rounding would leave 1e-17.
     return Interval(0.0 if k <= 0 else middle - half, 1.0 if k >= n else middle + half)
+
+
+def among_largest(q: float, n: int) -> bool:
+    """Whether the q-quantile of n samples lies between their two largest, or is the only one."""
+    return (1 - q) * (n - 1) < 1
 
 
 def least_n_for_max(q: float, conf: float = 0.95) -> int:

@@ -1,17 +1,20 @@
 """read(path): a Trace of any of the FORMATS, checked row by row; write(path): the same in our own format."""
 
 import csv
+import gc
 import gzip
 import json
 import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
 from decimal import Decimal
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import orjson
 
 from llm_bench.errors import BenchError
 from llm_bench.formats import (
@@ -31,7 +34,10 @@ from llm_bench.formats import (
     count,
     found,
 )
-from llm_bench.request import Request, Trace
+from llm_bench.request import LONGEST_S, Request, Trace
+
+_set = object.__setattr__  # a Request is frozen once it is handed out; to copy a million of them thrice takes 20 s
+
 
 # -- one file ---------------------------------------------------------------------------------------------------------
 
@@ -58,22 +64,43 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no JSON number, expected a number or null")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:80]} is larger than any float")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {names.most_common(1)[0][0]!r} is there twice; keep one of them")
+    return values
+
+
 def _json_values(text: str) -> Values:
     """An object's values. A timestamp keeps all its digits: as a float, seconds since 1970 are good to 0.2 µs only."""
     try:
-        values = json.loads(text, parse_constant=_no_number)
-        if isinstance(values, dict) and isinstance(values.get("timestamp"), float):
-            values["timestamp"] = json.loads(text, parse_float=Decimal)["timestamp"]
-    except json.JSONDecodeError as e:
+        values = json.loads(text, parse_constant=_no_number, parse_float=Decimal, object_pairs_hook=_unique)
+        if not isinstance(values, dict):
+            raise ValueError(f"a JSON {type(values).__name__}, expected an object")
+        if "extra" in values or "messages" in values:  # they are sent on, and no body takes a Decimal
+            plain = json.loads(text, parse_float=_finite)
+            values |= {name: plain[name] for name in ("extra", "messages") if name in values}
+        if "\\u" in text:
+            orjson.loads(text)  # half a surrogate pair is no text, and only this parser says so
+    except json.JSONDecodeError as e:  # orjson's is one too
         raise ValueError(f"not JSON: {e.msg} at column {e.colno}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"a JSON {type(values).__name__}, expected an object")
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
     return values
 
 
 def _cells(text: str) -> list[str]:
     try:
-        return [cell.strip() for cell in next(csv.reader([text]))]
+        cells = next(csv.reader([text])) if '"' in text else text.split(",")
+        return [cell.strip() for cell in cells]
     except csv.Error as e:
         raise ValueError(f"no line of CSV: {e}") from None
 
@@ -82,7 +109,10 @@ def _csv_values(columns: list[str], text: str) -> Values:
     cells = _cells(text)
     if len(cells) != len(columns):
         raise ValueError(f"{len(cells)} cells, expected {len(columns)}: {', '.join(columns)}")
-    return {name: int(cell) if cell.isdecimal() else cell for name, cell in zip(columns, cells, strict=True)}
+    return {
+        name: int(cell) if cell.isdecimal() and cell.isascii() else cell
+        for name, cell in zip(columns, cells, strict=True)
+    }
 
 
 def _detect(first: Values, asked: str | None) -> str:
@@ -134,6 +164,19 @@ def _check_blocks(request: Request, seen: dict[int, tuple[int, int]]) -> None:
         seen.setdefault(i, facts)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """What is read stays: to walk over a million rows again and again frees nothing and takes a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collections()
 def read(
     path: Path | str,
     *,
@@ -161,7 +204,7 @@ def read(
     is_json = first.startswith("{")
     try:
         columns = [] if is_json else _cells(first)
-        head = _json_values(first) if is_json else dict.fromkeys(columns)
+        head = _json_values(first) if is_json else _unique([(name, None) for name in columns])
         name = _detect(head, format)
         form = FORMATS[name]
         reading, unit = _header(form, head, unit, block_size, turns)
@@ -170,6 +213,7 @@ def read(
     if is_json and not form.header:
         lines = chain([(number, first)], lines)
     rows: list[Row] = []
+    keys = frozenset(form.keys)
     seen: dict[int, tuple[int, int]] = {}
     skipped: Counter[str] = Counter()
     bad: list[str] = []
@@ -178,17 +222,16 @@ def read(
             break
         try:
             values = _json_values(text) if is_json else _csv_values(columns, text)
-            unknown = [key for key in values if key not in form.keys]
-            if unknown:
+            if not values.keys() <= keys:
+                unknown = [key for key in values if key not in keys]
                 raise ValueError(f"no {name} row has the keys {unknown}; known: {', '.join(form.keys)}")
-            at_ns, request = form.row(values, reading)
-            reason = _left_out(request)
+            row = form.row(values, reading, number)
+            reason = _left_out(row[1])
             if reason:
                 skipped[reason] += 1
                 continue
-            request = replace(request, line=number)
-            _check_blocks(request, seen)
-            rows.append((at_ns, request))
+            _check_blocks(row[1], seen)
+            rows.append(row)
         except ValueError as e:
             bad.append(f"{path}:{number}: {e}")
             if len(bad) > skip_bad:
@@ -213,7 +256,16 @@ def _left_out(request: Request) -> str:
 def _arrange(path: Path, rows: list[Row], unit: str, turns: str | None) -> tuple[list[Request], list[str]]:
     ordered, late = _by_time(path, rows)
     stamps = [at for at, _ in ordered if at is not None]
-    requests = [replace(r, at_s=None if at is None else (at - stamps[0]) / 1e9) for at, r in ordered]
+    if stamps and stamps[-1] - stamps[0] > LONGEST_S * 10**9:
+        first, last = (next(r.line for at, r in ordered if at == stamp) for stamp in (stamps[0], stamps[-1]))
+        years = (stamps[-1] - stamps[0]) / 1e9 / (365.25 * 86400)
+        raise BenchError(
+            f"{path}:{last}: {years:,.0f} years after line {first}, expected 10 at most; is the unit right?"
+        )
+    for at, request in ordered:
+        if at is not None:
+            _set(request, "at_s", (at - stamps[0]) / 1e9)
+    requests = [request for _, request in ordered]
     notes = list(_times_said(stamps, unit))
     if late:
         notes.append(f"{late:,} rows stood behind a later one: sorted by time, ties in the file's order")
@@ -247,6 +299,8 @@ def _by_time(path: Path, rows: list[Row]) -> tuple[list[Row], int]:
         keys.append(of_session[request.session] if at is None else at)
         if request.session:
             of_session[request.session] = keys[-1]
+    if all(before <= after for before, after in pairwise(keys)):
+        return rows, late
     return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)], late
 
 
@@ -276,11 +330,14 @@ def _amount(ns: int) -> str:
 
 def _number_turns(path: Path, requests: list[Request], turns: str | None) -> list[str]:
     """Give each turn its number, its whole prompt's length and what its user adds, in place; says how it was read."""
-    sessions: dict[str | int, list[int]] = {}
+    sessions: dict[str, list[int]] = {}
     for i, request in enumerate(requests):
-        if not request.session and request.turn > 0:
+        if request.session:
+            sessions.setdefault(request.session, []).append(i)
+        elif request.turn > 0:
             raise BenchError(f"{path}:{request.line}: turn {request.turn} without a session_id, expected both")
-        sessions.setdefault(request.session or i, []).append(i)
+        elif request.turn:
+            _set(request, "turn", 0)
     several = [places for places in sessions.values() if len(places) > 1]
     broken = _broken_turn(requests, several)
     if broken and turns == "cumulative":
@@ -293,15 +350,15 @@ def _number_turns(path: Path, requests: list[Request], turns: str | None) -> lis
             if request.turn != NO_TURN and request.turn <= before:
                 raise BenchError(f"{path}:{request.line}: turn {request.turn} comes after turn {before} in time")
             before = request.turn
-            request = replace(request, turn=turn)
+            _set(request, "turn", turn)
             if turn and new:  # the live answer stands between the ids' blocks: they do not describe the whole prompt
                 added = request.tokens_in
                 whole = floor + added if added else 0  # a text of unknown length leaves the whole unknown
-                request = replace(request, tokens_in=whole, tokens_new=added, hash_ids=(), block_size=0)
+                for name, value in (("tokens_in", whole), ("tokens_new", added), ("hash_ids", ()), ("block_size", 0)):
+                    _set(request, name, value)
             elif turn and floor and request.tokens_in:
-                request = replace(request, tokens_new=request.tokens_in - floor)
+                _set(request, "tokens_new", request.tokens_in - floor)
             floor = request.tokens_in + (request.tokens_out or 0) if request.tokens_in else 0  # 0: not known
-            requests[i] = request
     if not several:
         return []
     which = "what the user adds" if new else "the whole prompt so far (cumulative)"

@@ -5,11 +5,11 @@ so that time-outs mean what they say. Under https the stamps are of decrypted by
 """
 
 import asyncio
+import select
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
 from llm_bench import clock
@@ -30,12 +30,17 @@ from llm_bench.exchange import (
     Exchange,
     Timeouts,
 )
-from llm_bench.http1 import ProtocolError, Response, Sse
+from llm_bench.http1 import ProtocolError, Response, Sse, is_event_stream
+from llm_bench.limits import client_limit
+from llm_bench.limits import raise_file_limit as raise_file_limit
+from llm_bench.retry import Tried as Tried
+from llm_bench.retry import retrying as retrying
 
 run = clock.run
 
-_RETRIED_STATUSES = frozenset((429, 500, 502, 503, 504))
-_FIRST_RETRY_WAIT_S = 0.5  # doubles with each attempt; Retry-After comes before it
+# A close this soon after the request left had crossed it on its way; a server that reads, works and drops takes longer.
+_CROSSING_NS = 50_000_000
+_NEVER = 1 << 62
 _LIMITS = {  # what is said of an exchange whose limit has passed; {so_far} is counted when it has
     TTFT_TIMEOUT: "no token-bearing event within {limit_s:g} s of sending: {so_far}",
     STALL_TIMEOUT: "silence of {limit_s:g} s after the first token: {so_far}",
@@ -78,7 +83,8 @@ class Wire:
     """A target as seen from one event loop: `send` gives one Exchange. As many connections as requests in flight.
 
     `is_token` tells whether an event's data bears a token; None: answers are not streamed. `cafile` replaces the
-    system's certificates. The host's name is resolved once, here. Raises BenchError for a bad URL or header,
+    system's certificates, `insecure` believes any. Without `reuse` each request has a connection of its own, and says
+    so to the server. The host's name is resolved once, here. Raises BenchError for a bad URL or header,
     TargetError for a name that cannot be resolved.
     """
 
@@ -91,6 +97,8 @@ class Wire:
         is_token: Callable[[bytes], bool] | None,
         *,
         cafile: str | None = None,
+        insecure: bool = False,
+        reuse: bool = True,
     ) -> None:
         target = _split(url)
         self.timeouts = timeouts
@@ -98,7 +106,9 @@ class Wire:
         self.idle: list[_Connection] = []  # the one used last is taken first: the others may rest or time out
         self.busy: set[_Connection] = set()
         self.lost = 0  # idle connections that the server closed and that no request has replaced yet
-        self._head = request_head(url, path, headers)
+        self.fastest_connect_ns = _NEVER  # about a round trip
+        self._head = request_head(url, path, headers if reuse else [*headers, ("Connection", "close")])
+        self.reuse = reuse
         self._name = target.hostname or ""
         self._tls: ssl.SSLContext | None = None
         if target.scheme == "https":
@@ -106,6 +116,8 @@ class Wire:
                 self._tls = ssl.create_default_context(cafile=cafile)
             except OSError as e:
                 raise BenchError(f"{cafile}: not a file of certificates: {e}") from None
+            if insecure:
+                self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
         port = target.port or (443 if self._tls else 80)
         try:
             found = socket.getaddrinfo(self._name, port, type=socket.SOCK_STREAM)
@@ -119,7 +131,7 @@ class Wire:
         A cancelled task gets its Exchange too: CUT, the connection closed. `cancel_after_s` runs from `sent_ns`.
         """
         exchange = Exchange()
-        connection = self.idle.pop() if self.idle else None
+        connection = self._idle_connection()
         reused = connection is not None
         try:
             while True:
@@ -128,10 +140,11 @@ class Wire:
                 if connection is None:
                     return exchange
                 await connection.ask(self._head + payload, exchange, cancel_after_s)
-                if not (reused and exchange.ended == TRUNCATED and not exchange.first_byte_ns):
+                if not (reused and exchange.ended == TRUNCATED and connection.closed_unread(exchange)):
                     return exchange
-                # The server had closed this kept-alive connection before it saw the request: once more on a new one.
-                exchange = Exchange(reconnects=exchange.reconnects + 1)
+                # Once more on a new one. Sent is when it was first sent, so that no latency is too short.
+                sent_ns = exchange.sent_ns or connection.begun_ns
+                exchange = Exchange(sent_ns, reconnects=exchange.reconnects + 1, connect_ns=exchange.connect_ns)
                 connection, reused = None, False
         except asyncio.CancelledError:
             if exchange.ended:  # in this very turn of the loop; its connection may be another request's by now
@@ -150,12 +163,25 @@ class Wire:
             connection.transport.abort()
         self.idle.clear()
 
+    def _idle_connection(self) -> "_Connection | None":
+        """The one used last; those whose close has come already, unnoticed by the loop, are lost."""
+        while self.idle:
+            connection = self.idle.pop()
+            if not connection.has_something_to_read():
+                return connection
+            self.lost += 1
+            connection.transport.abort()
+        return None
+
     async def _connect(self, exchange: Exchange) -> "_Connection | None":
-        """A new connection to the address that answered last; None when none does: `exchange` says why."""
+        """A new connection to the address that answered last; None when none does: `exchange` says why.
+
+        Raises ClientLimit when it is this machine that has none to give.
+        """
         if self.lost:
             self.lost -= 1
             exchange.reconnects += 1
-        loop, limit_s = asyncio.get_running_loop(), self.timeouts.connect_s
+        loop, limit_s, begun_ns = asyncio.get_running_loop(), self.timeouts.connect_s, now_ns()
         tls: dict[str, Any] = {}
         if self._tls is not None:  # the loop's own limit on handshakes, 60 s, would be a hidden one
             tls = {"ssl": self._tls, "server_hostname": self._name, "ssl_handshake_timeout": limit_s or 86400.0}
@@ -164,11 +190,16 @@ class Wire:
         try:
             async with scope:
                 for i, (host, port) in enumerate(self._addresses):
+                    asked_ns = now_ns()
                     try:
                         _, connection = await loop.create_connection(lambda: _Connection(self), host, port, **tls)
                     except OSError as e:
+                        limit = client_limit(e, host, self.fastest_connect_ns < _NEVER)
+                        if limit is not None:
+                            raise limit from None
                         error = e
                         continue
+                    self.fastest_connect_ns = min(self.fastest_connect_ns, now_ns() - asked_ns)
                     if i:  # a name with several addresses, of which the server listens on some
                         self._addresses.insert(0, self._addresses.pop(i))
                     return connection
@@ -176,6 +207,9 @@ class Wire:
             assert scope.expired()
             _give_up(exchange, CONNECT_TIMEOUT, f"not connected to {self._name} within {limit_s:g} s")
             return None
+        finally:
+            if not exchange.sent_ns:  # a reopening comes after it: no part of what passed before the request left
+                exchange.connect_ns += now_ns() - begun_ns
         _give_up(exchange, CONNECT_ERROR, f"{type(error).__name__}: {error}")
         return None
 
@@ -194,7 +228,8 @@ class _Connection(asyncio.Protocol):
         self._response = Response()
         self._sse = Sse()
         self._look: Callable[[list[bytes], int], None] | None = None  # what to look for in the next read
-        self._begun_ns = 0  # the write; limits run from the end of it, or from here as long as it has none
+        self.begun_ns = 0  # the write; limits run from the end of it, or from here as long as it has none
+        self._written = False
         self._phase_limit: tuple[str, float | None] = (TTFT_TIMEOUT, None)
         self._cancel_after_s: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -209,12 +244,22 @@ class _Connection(asyncio.Protocol):
         self._cancel_after_s = cancel_after_s
         self._wire.busy.add(self)
         # Stamped before the call: the server may have read it all, and begun, before the call returns.
-        self._begun_ns = now_ns()
+        self.begun_ns = now_ns()
         self.transport.write(message)
-        if not self.transport.get_write_buffer_size():
-            exchange.sent_ns = self._begun_ns
+        self._written = not self.transport.get_write_buffer_size()
+        if self._written and not exchange.sent_ns:
+            exchange.sent_ns = self.begun_ns
         self._set_alarm()
         return self._answered
+
+    def has_something_to_read(self) -> bool:
+        """Between requests that is a close, or bytes that nobody asked for: no connection to send on."""
+        return self.transport.is_closing() or bool(self._poll.poll(0))
+
+    def closed_unread(self, exchange: Exchange) -> bool:
+        """Had the server closed this connection before it read the request that `exchange` was cut short of?"""
+        crossing_ns = max(_CROSSING_NS, 2 * self._wire.fastest_connect_ns)
+        return not exchange.first_byte_ns and exchange.end_ns - self.begun_ns <= crossing_ns
 
     # ---- called by the transport
 
@@ -222,10 +267,14 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         # 0: resume_writing tells when the last byte has left, and uvloop writes at once instead of at its next turn.
         self.transport.set_write_buffer_limits(0)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._poll = select.poll()
+        self._poll.register(sock.fileno(), select.POLLIN)
 
     def resume_writing(self) -> None:
         exchange = self._exchange
+        self._written = True
         if exchange is not None and not exchange.sent_ns:
             exchange.sent_ns = now_ns()
 
@@ -265,7 +314,10 @@ class _Connection(asyncio.Protocol):
             self.end(TRUNCATED, repr(exc))
             return
         how = f"{type(exc).__name__}: {exc}" if exc else "the server closed the connection"
-        seen = f"after {self._so_far()}" if self._exchange.first_byte_ns else "before a byte of the answer"
+        if self._exchange.first_byte_ns:
+            seen = f"after {self._so_far()}"
+        else:
+            seen = f"{(now_ns() - self.begun_ns) / 1e6:.0f} ms after it was sent, before a byte of the answer"
         self.end(TRUNCATED, f"{how} {seen}")
 
     # ----
@@ -273,10 +325,9 @@ class _Connection(asyncio.Protocol):
     def _take(self, pieces: list[bytes], now: int) -> None:
         exchange = self._exchange
         assert exchange is not None
-        if pieces:
-            exchange.pieces += pieces
-            for _ in pieces:
-                exchange.read_ns.append(now)
+        if pieces:  # one a read: an answer of a hundred chunks that came at once is parsed at once
+            exchange.pieces.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            exchange.read_ns.append(now)
         if self._look is not None:
             self._look(pieces, now)
 
@@ -293,7 +344,8 @@ class _Connection(asyncio.Protocol):
         response = self._response
         exchange.status, exchange.headers = response.status, response.headers
         exchange.ended, exchange.error, exchange.end_ns = ended, error, at_ns or now_ns()
-        if ended == COMPLETE and response.keep_alive and exchange.sent_ns and not self.transport.is_closing():
+        open_still = response.keep_alive and self._written and not self.transport.is_closing()
+        if ended == COMPLETE and self._wire.reuse and open_still:
             self._wire.idle.append(self)
         else:
             self.transport.abort()
@@ -306,14 +358,24 @@ class _Connection(asyncio.Protocol):
         response = self._response
         if not response.head_done:
             return
-        kinds = [value for name, value in response.headers if name == b"content-type"]
-        streamed = response.status == 200 and any(kind.lower().startswith(b"text/event-stream") for kind in kinds)
-        if streamed and self._wire.is_token is not None:
+        if response.status == 200 and self._wire.is_token is not None:
+            self._look = self._look_for_kind
+        else:
+            self._look = self._look_for_body
+        self._look(pieces, now)
+
+    def _look_for_kind(self, pieces: list[bytes], now: int) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        streamed = is_event_stream(True, self._response.headers, pieces)
+        if streamed is None:
+            return
+        if streamed:
             self._sse = Sse()
             self._look = self._look_for_token
         else:
             self._look = self._look_for_body
-        self._look(pieces, now)
+        self._look(exchange.pieces, now)  # the blanks before them too: they begin its first line
 
     def _look_for_token(self, pieces: list[bytes], now: int) -> None:
         is_token = self._wire.is_token
@@ -339,7 +401,7 @@ class _Connection(asyncio.Protocol):
         """(ns, how it would end, its limit in s) of the limit that comes first; inf when there is none."""
         exchange = self._exchange
         assert exchange is not None
-        sent_ns = exchange.sent_ns or self._begun_ns
+        sent_ns = exchange.sent_ns or self.begun_ns
         phase, phase_s = self._phase_limit
         phase_ns = exchange.read_ns[-1] if phase == STALL_TIMEOUT else sent_ns
         limits = (
@@ -383,72 +445,3 @@ class _Connection(asyncio.Protocol):
 
 def _give_up(exchange: Exchange, ended: str, error: str) -> None:
     exchange.ended, exchange.error, exchange.end_ns = ended, error, now_ns()
-
-
-# ---- retries
-
-Send = Callable[[bytes, float | None], Awaitable[Exchange]]
-
-
-class Tried(NamedTuple):
-    """A request and its attempts. `exchange` is the last one's, with the *first* one's sent_ns.
-
-    Latency so runs from the first attempt, and the waiting between attempts is in it.
-    """
-
-    exchange: Exchange
-    attempts: int
-    first: Exchange  # the same object as `exchange` when there was one attempt
-    retry_wait_ns: int
-
-
-def retrying(send: Send, retries: int) -> Callable[[bytes, float | None], Awaitable[Tried]]:
-    """`send`, again up to `retries` times after a status of 429, 500, 502, 503, 504 or a failed connect.
-
-    Waits as long as Retry-After says, else 0.5 s, doubled each time. A task cancelled while it waits gives a CUT.
-    """
-
-    async def tried(payload: bytes, cancel_after_s: float | None) -> Tried:
-        exchange = first = await send(payload, cancel_after_s)
-        attempts, waited_ns = 1, 0
-        while attempts <= retries and _worth_another(exchange) and not _being_cancelled():
-            begun_ns = now_ns()
-            try:
-                await asyncio.sleep(_retry_wait_s(exchange, attempts))
-            except asyncio.CancelledError:
-                waited_ns += now_ns() - begun_ns
-                exchange = Exchange(sent_ns=exchange.sent_ns, status=exchange.status)
-                _give_up(exchange, CUT, f"the run ended while waiting to retry after: {first.error or first.status}")
-                break
-            waited_ns += now_ns() - begun_ns
-            exchange = await send(payload, cancel_after_s)
-            attempts += 1
-        if exchange is not first:
-            exchange.sent_ns = first.sent_ns or exchange.sent_ns  # a connect that failed sent nothing
-        return Tried(exchange, attempts, first, waited_ns)
-
-    return tried
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _worth_another(exchange: Exchange) -> bool:
-    if exchange.ended in (CONNECT_ERROR, CONNECT_TIMEOUT):
-        return True
-    return exchange.ended in (COMPLETE, CLOSED) and exchange.status in _RETRIED_STATUSES
-
-
-def _retry_wait_s(exchange: Exchange, attempts: int) -> float:
-    """Seconds. A date is read against the answer's own Date: the two clocks need not agree (RFC 9110 10.2.3)."""
-    backoff_s = _FIRST_RETRY_WAIT_S * 2.0 ** (attempts - 1)
-    headers = {name: value.decode("latin-1") for name, value in exchange.headers}
-    after = headers.get(b"retry-after", "")
-    if after.isdecimal():
-        return float(after)
-    try:
-        return max(0.0, (parsedate_to_datetime(after) - parsedate_to_datetime(headers[b"date"])).total_seconds())
-    except (ValueError, KeyError, TypeError):
-        return backoff_s

@@ -67,8 +67,8 @@ class Ran(NamedTuple):
 
     @property
     def document(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return document
+        run: dict[str, Any] = json.loads(self.out.splitlines()[-1])["runs"][0]
+        return run
 
     def cell(self, number: int = 0) -> dict[str, Any]:
         cell: dict[str, Any] = self.document["cells"][number]

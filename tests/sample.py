@@ -94,6 +94,13 @@ def cell(rows: Sequence[Record], gauge: Sequence[tuple[float, int]] = (), **part
     return records.from_records(list(rows), header(**parts), steps)
 
 
+def gauge_of(rows: Sequence[Record], late: float = 0.0) -> list[tuple[float, int]]:
+    """What a driver counts that hears of each end `late` ms after the read: a step for each start and each end."""
+    edges = sorted([*((r.ready_ns, 1) for r in rows), *((r.end_ns + round(late * 1e6), -1) for r in rows)])
+    levels = np.cumsum([change for _, change in edges]).tolist()
+    return [((at_ns - START_NS) / 1e6, level) for (at_ns, _), level in zip(edges, levels, strict=True)]
+
+
 def closed_loop(n: int, concurrency: int, stay: float = 100.0, tokens: int = 5, **parts: Any) -> Cell:
     """`n` requests of `stay` ms each from `concurrency` slots whose first wave is staggered by an even step."""
     rows = []

@@ -423,10 +423,40 @@ def test_a_connection_closed_before_the_answer_is_truncated_with_words():
 
 @pytest.mark.parametrize("bad", [b"data: <html>\n\n", event([1]), event({"choices": "x"}), b"data: {\n\n"])
 def test_garbage_in_the_stream_is_a_protocol_error_with_the_garbage_shown(bad):
-    answer = answered([(1, token("a")), (2, bad), (3, token("b") + FINISH + DONE)])
+    answer = answered([(1, token("a")), (2, bad), (3, token("b") + DONE)])
     assert verdict(answer) == ("failed", "protocol_error")
     assert bad.removeprefix(b"data: ").strip().decode() in answer.error
     assert answer.tokens_out == 2
+
+
+@pytest.mark.parametrize("bad", [b"data: ping\n\n", event({"choices": [], "usage": {"prompt_tokens": 12.5}})])
+def test_an_event_that_cannot_be_read_in_an_answer_that_is_whole_without_it_is_a_label(bad):
+    answer = answered([(1, token("a")), (2, bad), (3, token("b") + FINISH + DONE)])
+    assert verdict(answer) == ("ok", "")
+    assert answer.labels == ["unreadable event"]
+
+
+@pytest.mark.parametrize("rest", [FINISH + DONE, b""])
+@pytest.mark.parametrize("data", [b'{"message": "worker lost", "code": 500}', b"worker lost"])
+def test_an_event_named_error_is_an_error_whatever_it_holds(data, rest):
+    answer = answered([(1, token("a")), (2, b"event: error\ndata: " + data + b"\n\n" + rest)])
+    assert verdict(answer) == ("failed", "server_error_in_stream")
+    assert "worker lost" in answer.error
+
+
+def test_a_choice_that_was_asked_for_and_never_came_is_a_truncated_stream():
+    reads = [(1, token("a")), (2, FINISH + DONE)]
+    assert verdict(answered(reads)) == ("ok", "")
+    answer = answered(reads, choices=2)
+    assert verdict(answer) == ("failed", "truncated_stream")
+    assert "fewer than asked" in answer.error
+
+
+def test_why_a_rejected_request_was_not_tried_again_is_in_its_error():
+    reads = [(1, b'{"error": {"message": "busy"}}')]
+    answer = answered(reads, status=503, error="Retry-After 86400 s is over the total time-out of 3 s")
+    assert verdict(answer) == ("failed", "rejected")
+    assert answer.error == "busy; Retry-After 86400 s is over the total time-out of 3 s"
 
 
 def test_an_empty_body_is_a_failure_with_words():

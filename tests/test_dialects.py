@@ -261,6 +261,10 @@ def test_what_is_no_event_is_a_value_error(name, data):
     assert not DIALECTS[name].is_token(data)
 
 
+def test_content_in_parts_is_their_text():
+    assert delta(CHAT, delta={"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}).text == "ab"
+
+
 @pytest.mark.parametrize("bad", [{"delta": "x"}, {"delta": {"content": 5}}, {"delta": {"tool_calls": {"a": 1}}}])
 def test_what_is_no_chat_choice_is_a_value_error(bad):
     with pytest.raises(ValueError, match="not a"):

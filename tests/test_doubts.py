@@ -1,5 +1,6 @@
 """A clean cell raises no doubt; each check fires on its own trouble, with the figures."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from llm_bench import windows
 from llm_bench.doubts import CHECKS, Doubt, doubts
 from llm_bench.metrics import compute_all
 from llm_bench.records import Cell
-from tests.sample import cell, closed_loop, header, ns, record
+from tests.sample import cell, closed_loop, gauge_of, header, ns, record
 
 OPEN = {"kind": "open", "rate": 10.0, "warmup": 0.0}
 COUNTS = {"ok": 100, "failed": 0, "cancelled": 0, "cut_at_end": 0, "dropped": 0}
@@ -58,6 +59,14 @@ def growing() -> Cell:
     return cell(served + cut, load={"kind": "open", "rate": 5.0, "warmup": None})
 
 
+def half_idle(**fields: Any) -> Cell:
+    """Two slots, each with a request at the server for 50 of every 100 ms: the client takes 50 to send the next."""
+    rows = [
+        record(i, 50 * i, sent=50 * i + 50, ready_ns=ns(50 * i), events=[50 * i + 100], **fields) for i in range(60)
+    ]
+    return cell(rows, gauge_of(rows), load={"kind": "closed", "concurrency": 2, "warmup": None})
+
+
 LATE = [record(i, 100 * i, sent=100 * i + 12, ready_ns=ns(100 * i), events=[100 * i + 99]) for i in range(50)]
 TWIN = [record(i, 10 * i, events=[10 * i + 5], prompt_hash=77 + i // 2) for i in range(50)]
 PROBE = header()["probe"]
@@ -65,27 +74,30 @@ PROBE = header()["probe"]
 # kind -> (what found() gives, words that must stand in it)
 TROUBLE = {
     "incomplete file": (lambda: found(replace(requests(), complete=False)), "100 whole requests"),
-    "ended early": (lambda: found(requests(), reason="target gone"), "target gone"),
+    "ended early": (lambda: found(requests(), reason="target gone"), "the target no longer answered"),
     "broken identity": (lambda: found(requests(), counts=COUNTS | {"ok": 101}), "101"),
     "too short": (lambda: found(closed_loop(60, 10)), "31 requests in the window, at least 50"),
-    "overloaded": (lambda: found(growing()), "backlog grows 4.00 requests/s"),
+    "overloaded": (lambda: found(growing()), "backlog grows 4.03 requests/s where 5.02/s arrive"),
     "not sustained": (lambda: found(queued()), "offered 5.00/s, completed 2.50/s over 2.4 s"),
-    "too few requests": (lambda: found(requests(), names=("ttft_p99_9",)), "ttft_p99_9: p99.9 of 99"),
-    "cut requests": (lambda: found(growing()), "of 141 requests were cut"),
-    "failed requests": (lambda: found(failing(4)), "http_5xx 25"),
-    "retries": (lambda: found(requests(attempts=2)), "99 requests needed more than one attempt"),
-    "client lateness": (lambda: found(cell(LATE, load=OPEN)), "12.00 ms late (p99, 12% of the median TTFT)"),
+    "too few requests": (lambda: found(requests(), names=("ttft_p99_9",)), "ttft_p99_9: p99.9 of 100"),
+    "cut requests": (lambda: found(growing()), "of 142 were in flight at the end"),
+    "failed requests": (lambda: found(failing(4)), "http_5xx 503 x25"),
+    "retries": (lambda: found(requests(attempts=2)), "100 of 100 ok requests were not so at first"),
+    "client lateness": (lambda: found(cell(LATE, load=OPEN)), "12% of TTFT is this client's own (mean 12.00 of 99"),
+    "idle slots": (lambda: found(half_idle()), "on average 1.0 of 2 slots were at the server"),
     "client busy": (lambda: found(requests(), loop_lag_p99_ms=30.0, client_cpu_share=0.97), "97% of a core"),
-    "delivered tokens": (lambda: found(requests(asked_out=6)), "495 tokens were delivered of 594 asked (83.3%)"),
-    "lengths not pinned": (lambda: found(requests(head={"probe": PROBE | {"lengths_pinned": False}})), "pinned"),
+    "client limited": (lambda: found(requests(), ceiling={"events_per_s": 60}), "50 of at most 60 events/s (83%)"),
+    "delivered tokens": (lambda: found(requests(asked_out=6)), "500 of 600 asked (83.3%)"),
+    "lengths not pinned": (lambda: found(requests(head={"probe": PROBE | {"lengths_pinned": False}})), "may end"),
     "prompt tokens": (lambda: found(requests(tokens_in=107)), "(+7.0%)"),
-    "repeated prompts": (lambda: found(cell(TWIN, load=OPEN)), "25 prompts repeat within"),
-    "cached prompts": (lambda: found(requests(tokens_cached=98)), "took 98.0% of the prompt tokens"),
-    "estimated tokens": (lambda: found(requests(tokens_out_from="events")), "99 of 99 requests are estimates"),
-    "end unproven": (lambda: found(requests(labels=["end unproven"])), "99 answers"),
+    "repeated prompts": (lambda: found(cell(TWIN, load=OPEN)), "25 within the cell"),
+    "cached prompts": (lambda: found(requests(tokens_cached=98)), "took 98.0% of their tokens"),
+    "estimated tokens": (lambda: found(requests(tokens_out_from="events")), "no usage for 100 of 100"),
+    "end unproven": (lambda: found(requests(labels=["end unproven"])), "100 answers"),
+    "unreadable events": (lambda: found(requests(labels=["unreadable event"])), "a part of 100 of 100 answers"),
     "burst streams": (lambda: found(requests(events=[20_000] * 5)), "100% of the gaps are 0"),
     "trace changed": (lambda: found(requests(head={"settings": {"too_long": "3 of 9 rows: clipped"}})), "3 of 9"),
-    "turns not sent": (lambda: found(requests(), turns_not_sent=7), "7 later turns"),
+    "turns not sent": (lambda: found(requests(), turns_not_sent=7), "7, since"),
     "targets differ": (
         lambda: found(requests(head=with_target(1, model="a")), (requests(head=with_target(2, model="b")),)),
         "model 'a' here, 'b' at t2",
@@ -110,6 +122,80 @@ def test_each_check_fires_with_its_figures(kind: str) -> None:
     assert words in got[kind]
 
 
+@pytest.mark.parametrize("kind", TROUBLE)
+def test_no_doubt_says_its_kind_twice(kind: str) -> None:
+    text = TROUBLE[kind][0]()[kind]
+    first_clause = re.split(r"[:.;(]", text.lower())[0]
+    assert not all(word[:5] in first_clause for word in kind.split()), text
+
+
+def test_lateness_is_the_clients_share_of_the_mean_or_a_p99_of_10_ms() -> None:
+    def late_by(ms: float, ttft: float = 60.0, one: float = 0.0) -> str:
+        rows = [record(i, 100 * i, sent=100 * i + ms, ready_ns=ns(100 * i), events=[100 * i + ttft]) for i in range(50)]
+        rows[7].sent_ns += round(one * 1e6)
+        return found(cell(rows, load=OPEN)).get("client lateness", "")
+
+    assert late_by(2.9) == ""  # 4.8% of the mean TTFT
+    assert late_by(3.1).startswith("5% of TTFT is this client's own (mean 3.10 of 60.00 ms). ")
+    assert late_by(0.5, ttft=20.0, one=5.0) == ""  # one request late by over a quarter of its TTFT
+    assert late_by(11.0, ttft=1000.0).startswith("p99 of its delay is 11.00 ms. ")
+    assert "up to" not in late_by(11.0)
+
+
+def test_lateness_where_nothing_was_streamed_is_held_against_the_whole_answer() -> None:
+    rows = [record(i, 100 * i, sent=100 * i + 9, ready_ns=ns(100 * i), end=100 * i + 90) for i in range(50)]
+    assert found(cell(rows, load=OPEN))["client lateness"].startswith("10% of E2E is this client's own")
+
+
+def test_waiting_for_the_cap_is_no_lateness_of_the_client() -> None:
+    assert "client lateness" not in found(queued())
+
+
+def test_waiting_for_a_new_connection_is_not_put_down_to_the_client() -> None:
+    got = found(half_idle(connect_ns=48_000_000))
+    assert "connecting anew, not the target, was the limit" in got["idle slots"]
+    assert "client lateness" not in got
+    assert "the client, not the target, was the limit" in found(half_idle(connect_ns=8_000_000))["idle slots"]
+
+
+def test_slots_of_users_who_think_and_of_lost_records_are_no_sign_of_a_slow_client() -> None:
+    assert "idle slots" in found(half_idle())
+    assert "idle slots" not in found(half_idle(session="a"))
+    assert "idle slots" not in found(replace(half_idle(), complete=False))
+    assert "idle slots" not in found(closed_loop(100, 10))
+    assert "idle slots" not in found(closed_loop(15, 10))  # the whole run, ramp and drain included: not all are busy
+
+
+def stopped(reason: str) -> dict[str, str]:
+    rows = [record(i, 100 * i, events=[100 * i + 90]) for i in range(12)]
+    rows += [record(12, 1150, end=1200, outcome="cut_at_end"), record(13, 1200, end=1201, outcome="cut_at_end")]
+    return found(cell(rows, load=OPEN), names=("ttft_p95",), reason=reason)
+
+
+def test_a_run_that_was_stopped_gets_no_advice_on_settings() -> None:
+    for reason, words in (("interrupted", "the run was interrupted"), ("target gone", "the target no longer answered")):
+        got = stopped(reason)
+        assert got["cut requests"] == f"2 of 14 were in flight when {words}: neither slow nor fast, left out"
+        assert got["ended early"] == f"{words}. Run it again"
+        assert got["too short"].endswith(f"at least 20 are needed; {words}")
+        assert not any("--" in text for text in got.values()), got
+    assert stopped("exhausted")["cut requests"].endswith(
+        "in flight at the end: neither slow nor fast, left out. Raise --drain"
+    )
+    assert "Give more --requests" in stopped("exhausted")["too short"]
+    assert "--" not in stopped("")["cut requests"]  # nothing says why they were cut
+    assert "--" not in found(replace(closed_loop(60, 10), complete=False))["too short"]
+
+
+def test_a_window_in_which_nothing_ended_is_said_to_be_short() -> None:
+    assert "took longer than the 9.9 s of the window" in found(requests(events=[90_000, 91_000]))["too short"]
+
+
+def test_failures_leave_the_latencies_to_the_others_if_there_are_any() -> None:
+    assert "latencies are of the others" in found(failing(4))["failed requests"]
+    assert found(failing(1))["failed requests"] == "100.0% (http_5xx 503 x100): there is no latency to read"
+
+
 def test_planned_sharing_is_no_doubt() -> None:
     shared = {"plan": {"shares": True}}
     assert "repeated prompts" not in found(cell(TWIN, load=OPEN, **shared))
@@ -129,7 +215,7 @@ def test_prompts_of_an_earlier_cell_are_found_without_any_report_of_a_cache() ->
     later = cell(
         [record(i, 90_000 + 10 * i, events=[90_005 + 10 * i], prompt_hash=77 + i) for i in range(25)], load=OPEN
     )
-    assert "25 were sent in an earlier cell" in found(later, (first,))["repeated prompts"]
+    assert "25 of an earlier cell" in found(later, (first,))["repeated prompts"]
     assert "repeated prompts" not in found(first, (later, second))
     elsewhere = cell(TWIN[::2], load=OPEN, **with_target(9))
     assert "repeated prompts" not in found(later, (elsewhere,))
@@ -139,7 +225,49 @@ def test_running_out_before_the_duration_is_a_doubt() -> None:
     load = OPEN | {"duration_s": 60.0}
     assert "--loop-trace" in found(requests(head={"load": load}), reason="exhausted")["ended early"]
     assert "ended early" not in found(requests(head={"load": load}), reason="duration")
+    # 100 requests 100 ms apart: the last is due at 9.9 s. An open loop that lasts 10 s has run its course.
+    for seconds, short in ((10.0, False), (10.8, False), (11.0, True)):
+        head = {"load": load | {"duration_s": seconds}}
+        assert ("ended early" in found(requests(head=head), reason="exhausted")) == short
+        assert "ended early" not in found(requests(head=head), reason="exhausted", start_ns=ns(-1000))
+    closed = {"kind": "closed", "concurrency": 10, "duration_s": 0.95}
+    assert "ended early" in found(closed_loop(100, 10, load=closed), reason="exhausted")
+    looped = {"load": load, "settings": {"loop_trace": True}, "plan": {"requests": 240}}
+    assert found(requests(head=looped), reason="exhausted")["ended early"] == (
+        "the 240 requests planned at most ran out before --duration was over. Give --requests above that"
+    )
 
 
 def test_an_empty_cell_can_be_doubted_too() -> None:
     assert set(found(cell([], load=OPEN))) == {"too short"}
+
+
+def test_a_retry_that_failed_all_the_same_hid_nothing() -> None:
+    rows = [record(i, 10 * i, outcome="failed", end=10 * i + 5, attempts=2, first_attempt="http_503") for i in range(9)]
+    assert "retries" not in found(
+        cell([*rows, *(record(i, 10 * i, events=[10 * i + 5]) for i in range(9, 50))], load=OPEN)
+    )
+    rows[0] = record(0, 0, events=[5], attempts=2, first_attempt="http_503")
+    assert found(cell(rows, load=OPEN))["retries"].startswith("1 of 1 ok requests were not so at first")
+
+
+def test_several_choices_are_asked_for_as_many_tokens_each() -> None:
+    two = {"event_choice": [0, 1, 0, 1, 0, 1], "asked_out": 3, "events": [20_000 + k for k in range(6)]}
+    assert "delivered tokens" not in found(requests(**two))
+    assert "500 of 600" not in found(requests(**two)).get("delivered tokens", "")
+    assert "300 of 600 asked" in found(requests(**two, tokens_out=3))["delivered tokens"]
+
+
+def test_a_client_near_its_ceiling_is_the_limit() -> None:
+    # 100 requests of 5 events in 9.9 s: 10 requests/s and 50 events/s.
+    assert "client limited" in found(requests(), ceiling={"events_per_s": 62.0})
+    assert "client limited" not in found(requests(), ceiling={"events_per_s": 63.0, "requests_per_s": 13.0})
+    assert "10 of at most 12 requests/s" in found(requests(), ceiling={"requests_per_s": 12.0})["client limited"]
+    assert "client limited" not in found(requests(), ceiling={"requests_per_s": 12.0}, workers=2)
+    assert "2 cores" in found(requests(), ceiling={"requests_per_s": 6.0}, workers=2)["client limited"]
+    assert "client limited" not in found(requests(), ceiling=None)
+
+
+def test_the_latest_of_several_event_loops_counts() -> None:
+    assert "ran 30.0 ms late" in found(requests(), loop_lag_p99_ms=2.0, worker_loop_lag_ms=[2.0, 30.0])["client busy"]
+    assert "client busy" not in found(requests(), loop_lag_p99_ms=2.0, worker_loop_lag_ms=[2.0, 3.0])

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from llm_bench.clock import Timer, now_ns
 from llm_bench.driver import Drive, Flight, Gauge, closed_loop, open_loop, pace
-from llm_bench.exchange import COMPLETE, CONNECT_ERROR, CUT, Exchange, Timeouts
-from llm_bench.wire import Tried, Wire, retrying, run
+from llm_bench.exchange import CANCELLED, COMPLETE, CONNECT_ERROR, CUT, TOTAL_TIMEOUT, Exchange, Timeouts
+from llm_bench.retry import Tried, retrying
+from llm_bench.wire import Wire, run
 from tests.scripted import Script, Scripted, Seen, http_response
 
 MS = 1_000_000
@@ -124,10 +126,11 @@ def drive(
     serial: bool = False,
     stop_after_s: float | None = None,
     accept: Callable[[Flight], bool | None] = lambda flight: None,
+    target: Target | None = None,
     **more: Any,
 ) -> Result:
     async def main() -> Result:
-        target, gauge, flights, stop = Target(service_ms, serial), Gauge(), [], asyncio.Event()
+        server, gauge, flights, stop = target or Target(service_ms, serial), Gauge(), [], asyncio.Event()
         if stop_after_s is not None:
             asyncio.get_running_loop().call_later(stop_after_s, stop.set)
 
@@ -135,9 +138,9 @@ def drive(
             flights.append(flight)
             return accept(flight)
 
-        result = await loop(plan, target.send, done, stop=stop, gauge=gauge, **(DEFAULTS[loop] | more))
+        result = await loop(plan, server.send, done, stop=stop, gauge=gauge, **(DEFAULTS[loop] | more))
         assert asyncio.all_tasks() == {asyncio.current_task()}, "the drive leaves nothing running"
-        return Result(result, flights, gauge, target)
+        return Result(result, flights, gauge, server)
 
     return run(main())
 
@@ -239,16 +242,62 @@ def test_the_cap_is_never_passed_and_its_queue_keeps_the_order(cap: int, dues_ms
     assert all(f.due_ns <= f.ready_ns for f in got.flights)
 
 
+def test_a_place_that_became_free_while_the_client_was_late_was_waited_for_until_then() -> None:
+    """Row 0 holds the only place, and the loop too, for 30 ms; row 1 was due after 5 and would have queued."""
+
+    def service_ms(row: int) -> float:
+        if row == 0:
+            time.sleep(0.03)
+        return 0.0
+
+    got = drive(open_loop, Rows([0, 5 * MS]), service_ms=service_ms, max_in_flight=1)
+    assert got.by_row()[1].ready_ns >= got.exchange(0).end_ns
+    assert got.by_row()[0].ready_ns == got.by_row()[0].due_ns
+
+
+class Behind(Target):
+    """A server that ends one request for each five that it gets: overloaded by count, on a machine of any speed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[asyncio.Future[None]] = []
+        self.before: list[int] = []  # in flight when a request came
+
+    async def _serve(self, row: int) -> None:
+        self.before.append(len(self.waiting))
+        ended = asyncio.get_running_loop().create_future()
+        self.waiting.append(ended)
+        if len(self.before) % 5 == 0:
+            self.waiting.pop(0).set_result(None)
+        await ended
+
+
 def test_an_overloaded_server_gets_every_request_on_time_and_the_rest_is_cut() -> None:
-    """Case 17 at a hundredth of its times: a serial server of 100/s is offered 500/s for 300 ms."""
-    plan = Rows([i * 2 * MS for i in range(150)])
-    got = drive(open_loop, plan, service_ms=10, serial=True, drain_s=0.0)
-    ended = [f for f in got.flights if got.exchange(f.index).ended == COMPLETE]
-    assert len(got.flights) == got.gauge.peak + len(ended) == 150
-    assert 15 <= len(ended) <= 30
-    assert got.drive.cut == 150 - len(ended)
-    assert max(got.lag_ms(i) for i in range(150)) < 40
+    """Case 17 by count: of 150 requests the server ends 30. One that waited for answers would never send the fifth."""
+    got = drive(open_loop, Rows([i * 2 * MS for i in range(150)]), target=Behind(), drain_s=0.0)
+    assert [row for row, _ in got.target.sent] == list(range(150))
+    assert got.target.before == [i - i // 5 for i in range(150)]  # type: ignore[attr-defined]
+    assert min(got.lag_ms(i) for i in range(150)) >= 0
+    assert sum(got.exchange(i).ended == COMPLETE for i in range(150)) == 30
+    assert (len(got.flights), got.drive.cut, got.gauge.peak) == (150, 120, 121)
     assert got.drive.reason == "exhausted"
+
+
+def test_a_late_start_of_a_burst_is_no_reason_to_hold_the_next_ones_back() -> None:
+    """The client stops for 100 ms in the midst: all that fell due meanwhile leaves then, at its own due time."""
+    stopped: list[int] = []
+
+    def service_ms(row: int) -> float:
+        if row == 10:
+            time.sleep(0.1)
+            stopped.append(now_ns())
+        return 0.0
+
+    got = drive(open_loop, Rows([i * 2 * MS for i in range(150)]), service_ms=service_ms)
+    due_meanwhile = [i for i in range(11, 150) if got.by_row()[i].due_ns <= stopped[0]]
+    assert len(due_meanwhile) >= 45
+    assert all(got.exchange(i).sent_ns >= stopped[0] for i in due_meanwhile)
+    assert [got.by_row()[i].due_ns - got.drive.start_ns for i in range(150)] == [i * 2 * MS for i in range(150)]
 
 
 def test_a_drain_that_is_too_short_cuts_those_in_flight_and_drops_those_that_queue() -> None:
@@ -257,6 +306,40 @@ def test_a_drain_that_is_too_short_cuts_those_in_flight_and_drops_those_that_que
     assert [rows[i].tried is None for i in range(5)] == [False, False, True, True, True]
     assert {rows[i].ready_ns for i in (2, 3, 4)} == {0}
     assert got.drive.cut == 2
+
+
+@pytest.mark.parametrize("loop", [closed_loop, open_loop])
+def test_without_a_drain_limit_each_request_ends_by_its_own_limits_and_none_is_cut(loop: Loop) -> None:
+    """As by default: a limit equal to the total time-out would race the last requests' own alarms, and hide them."""
+    plan = Rows([0] * 8)
+    plan.payload = lambda index, previous: b"Content-Length: 2\r\n\r\n{}"  # type: ignore[method-assign]
+
+    async def main(url: str) -> tuple[Drive, list[str]]:
+        wire = Wire(url, "/c", [], Timeouts(total_s=0.3), None)
+        ended: list[str] = []
+
+        def done(flight: Flight) -> None:
+            ended.append(flight.tried.exchange.ended if flight.tried else "dropped")
+
+        limit: dict[str, Any] = {"concurrency": 4} if loop is closed_loop else {"max_in_flight": 4}
+        options = DEFAULTS[loop] | limit | {"drain_s": None, "stop": asyncio.Event()}
+        result = await loop(plan, retrying(wire.send, 0), done, **options)
+        wire.close()
+        return result, ended
+
+    with Scripted(["hang"]) as server:
+        result, ended = run(main(server.url))
+    assert ended == [TOTAL_TIMEOUT] * 8
+    assert (result.cut, result.reason) == (0, "exhausted")
+
+
+def test_a_drain_runs_from_the_last_due_time_and_not_from_the_start_or_the_last_answer() -> None:
+    got = drive(open_loop, Rows([0, 200 * MS]), service_ms=lambda row: 60_000 if row else 250, drain_s=0.3)
+    assert got.exchange(0).ended == COMPLETE
+    assert got.exchange(1).ended == CUT
+    last_due_ns = got.by_row()[1].due_ns
+    assert got.exchange(1).end_ns - last_due_ns >= 300 * MS
+    assert got.exchange(1).end_ns - got.exchange(1).sent_ns < 60_000 * MS
 
 
 def test_requests_due_after_the_duration_are_no_part_of_the_drive() -> None:
@@ -310,10 +393,11 @@ def test_a_request_is_due_when_its_slot_became_free() -> None:
 
 
 def test_the_first_wave_is_spread_evenly_over_the_ramp() -> None:
-    got = drive(closed_loop, Rows([-1] * 8), service_ms=300, concurrency=8, ramp_s=0.16)
+    got = drive(closed_loop, Rows([-1] * 8), service_ms=60_000, concurrency=8, ramp_s=0.16, stop_after_s=0.5)
     offsets = [(got.by_row()[i].due_ns - got.drive.start_ns) / MS for i in range(8)]
     assert offsets == pytest.approx([20 * i for i in range(8)])
-    assert all(0 <= got.lag_ms(i) < 15 for i in range(8))
+    assert [row for row, _ in got.target.sent] == list(range(8))
+    assert min(got.lag_ms(i) for i in range(8)) >= 0  # none before its time
 
 
 def test_the_window_opens_without_draining_once_the_first_wave_has_ended() -> None:
@@ -355,7 +439,8 @@ def test_a_plan_that_is_too_small_never_opens_its_window() -> None:
 def test_the_duration_runs_from_the_opening_of_the_window() -> None:
     got = drive(closed_loop, Rows([-1] * 5000), service_ms=10, concurrency=4, warmup=20, duration_s=0.2)
     assert got.drive.reason == "duration"
-    assert (got.drive.window_close_ns - got.drive.window_open_ns) / MS == pytest.approx(200, abs=10)
+    window_ms = (got.drive.window_close_ns - got.drive.window_open_ns) / MS
+    assert 200 <= window_ms < 1000  # late by a turn of the loop, however long this machine takes for one
     assert max(f.due_ns for f in got.flights) <= got.drive.window_close_ns
     assert {got.exchange(f.index).ended for f in got.flights} == {COMPLETE}  # drained, not cut
 
@@ -403,6 +488,36 @@ def test_a_failed_turn_ends_its_conversation_and_the_rest_is_counted(loop: Loop)
     got = drive(loop, plan, accept=lambda flight: flight.index != 1)
     assert sorted(got.by_row()) == [0, 1, 4, 5]
     assert (got.drive.turns_not_sent, got.drive.reason) == (2, "exhausted")
+
+
+@pytest.mark.parametrize("loop", [closed_loop, open_loop])
+def test_a_turn_cancelled_as_planned_does_not_end_its_conversation(loop: Loop) -> None:
+    class Leaving(Target):
+        """Its user leaves turn 0 before the end."""
+
+        async def send(self, payload: bytes, cancel_s: float | None) -> Tried:
+            tried = await super().send(payload, cancel_s)
+            if payload == b"0":
+                tried.exchange.ended, tried.exchange.status = CANCELLED, 0
+            return tried
+
+    got = drive(loop, conversations([0, 1, 2], due_ns=[0, -1, -1]), target=Leaving())
+    assert sorted(got.by_row()) == [0, 1, 2]
+    assert b"1<answer 0" in got.target.payloads  # what had come of it is what the next turn holds
+    assert got.drive.turns_not_sent == 0
+
+
+@pytest.mark.parametrize("ended", [TOTAL_TIMEOUT, CUT, CONNECT_ERROR])
+def test_a_turn_that_ended_otherwise_ends_its_conversation_though_done_has_no_objection(ended: str) -> None:
+    async def send(payload: bytes, cancel_s: float | None) -> Tried:
+        exchange = Exchange(sent_ns=now_ns(), end_ns=now_ns(), ended=ended, status=200)
+        return Tried(exchange, 1, exchange, 0)
+
+    async def main() -> Drive:
+        plan = conversations([0, 1], due_ns=[0, -1])
+        return await open_loop(plan, send, lambda flight: None, stop=asyncio.Event(), **DEFAULTS[open_loop])
+
+    assert asyncio.run(main()).turns_not_sent == 1
 
 
 def test_an_answer_without_a_2xx_ends_its_conversation_too() -> None:

@@ -357,7 +357,7 @@ def test_ctrl_c_cuts_writes_and_reports(tmp_path):
         out, err = running.communicate(timeout=20)
     assert running.returncode == 130, err
     assert "Traceback" not in err
-    document = json.loads(out.splitlines()[-1])
+    document = json.loads(out.splitlines()[-1])["runs"][0]
     assert len(document["cells"]) == 1
     cell = records.read(tmp_path / "run" / f"{document['cells'][0]['name']}.arrow")
     assert cell.complete
@@ -379,7 +379,7 @@ def test_a_killed_run_can_be_read(tmp_path):
         env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    cell = json.loads(done.stdout.splitlines()[-1])["cells"][0]
+    cell = json.loads(done.stdout.splitlines()[-1])["runs"][0]["cells"][0]
     assert not cell["complete"]
     assert "incomplete file" in {d["kind"] for d in cell["doubts"]}
     kept = records.read(next((tmp_path / "run").glob("*.arrow"))).n
@@ -406,7 +406,7 @@ def http_500(seen):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--concurrency", "0"], "numbers above 0"),
+        (["--concurrency", "0"], "expected a number from 1 to 100,000"),
         (["--concurrency", "a"], "expected numbers"),
         (["--concurrency", "1", "--rate", "2"], "--concurrency and --rate"),
         (["--concurrency", "1", "--metrics", "ttft_p96"], "ttft_p9"),
@@ -419,6 +419,8 @@ def http_500(seen):
         (["--replay"], "no time"),
         (["--concurrency", "1", "--loop-trace"], "--duration or --requests"),
         (["--concurrency", "1", "--tokenizer", "no-such-file.json"], "no-such-file.json"),
+        (["--rate", "1e-12"], "--rate 1e-12: expected a number from 1e-06 to 1,000,000.0"),
+        (["--rate", "5", "--drain", "nan"], "--drain nan"),
     ],
 )
 def test_wrong_arguments_are_one_sentence_and_exit_code_2_before_anything_is_sent(tmp_path, arguments, said):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_bench.http1 import ProtocolError, Response, Sse, events
+from llm_bench.http1 import ProtocolError, Response, Sse, events, is_event_stream
 from tests.fixtures import captured, cut, cuts, raw_reads, unhurried
 
 CHUNKED = (
@@ -113,6 +113,15 @@ def test_bytes_after_the_end_are_an_error_that_keeps_the_body(message, extra):
     assert body == b"hello, world"
 
 
+@unhurried
+@given(cuts)
+def test_blanks_that_pad_a_chunks_size_are_no_error(at):
+    padded = CHUNKED.replace(b"\r\n7\r\n", b"\r\n7  \r\n").replace(b"\r\n0\r\n", b"\r\n0\t \r\n")
+    assert padded != CHUNKED
+    response, body = fed(*cut(padded, at))
+    assert (body, response.complete, response.keep_alive) == (b"hello, world", True, True)
+
+
 def test_an_empty_line_after_the_end_is_nothing():
     assert fed(LENGTH + b"\r\n")[1] == b"hello, world"
     assert fed(LENGTH, b"\r\n")[1] == b"hello, world"
@@ -155,8 +164,8 @@ def test_a_captured_answer_is_framed_as_it_was_read(server):
     pieces = [(at_ms, piece) for at_ms, read in reads for piece in response.feed(read)]
     assert response.complete
     assert not response.keep_alive  # it was asked with Connection: close
-    stamped, comments, leftover = events([round(at_ms) for at_ms, _ in pieces], [piece for _, piece in pieces])
-    assert (stamped[-1][1], comments, leftover) == (b"[DONE]", 0, b"")
+    stamped, comments, leftover, names = events([round(at_ms) for at_ms, _ in pieces], [piece for _, piece in pieces])
+    assert (stamped[-1][1], comments, leftover, names) == (b"[DONE]", 0, b"", {})
     assert len(stamped) == b"".join(read for _, read in reads).count(b"data: ")
 
 
@@ -263,7 +272,39 @@ def test_an_event_has_the_stamp_of_the_read_that_completed_it_and_events_of_one_
         [(10, b"a"), (10, b"b"), (30, b"cc"), (30, b"d")],
         0,
         b"da",
+        {},
     )
+
+
+@unhurried
+@given(streams, cuts)
+def test_an_events_name_stands_at_its_place_in_the_whole_stream_whatever_the_split(stream, at):
+    stream = stream.replace(b"event: e", b"event: error") + b"event: message\ndata: z\n\nevent: \xff\ndata: z\n\n"
+    pieces = cut(stream, at)
+    got = events(range(len(pieces)), pieces)
+    assert got.names == {k: n.decode(errors="replace") for k, n in whatwg(stream)[2].items() if n != b"message"}
+    assert max(got.names) == len(got.stamped) - 1
+
+
+SSE_TYPE = [(b"content-type", b"Text/Event-Stream; charset=utf-8")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "headers", "pieces", "is_stream"),
+    [
+        (True, SSE_TYPE, [b"data: a\n\n"], True),
+        (True, [(b"content-type", b"text/plain")], [b"data: a\n\n"], True),
+        (True, [], [b"\r\n", b" \n: ping\n\n"], True),
+        (True, SSE_TYPE, [b"\n", b' {"error": 1}'], False),
+        (True, SSE_TYPE, [b'[{"error": 1}]'], False),
+        (False, SSE_TYPE, [b"data: a\n\n"], True),
+        (False, [(b"content-type", b"application/json")], [b"data: a\n\n"], False),
+        (True, SSE_TYPE, [], None),
+        (True, SSE_TYPE, [b"", b" \r\n"], None),
+    ],
+)
+def test_a_body_is_an_event_stream_by_its_first_byte_and_by_what_was_asked(asked, headers, pieces, is_stream):
+    assert is_event_stream(asked, headers, pieces) is is_stream
 
 
 @pytest.mark.parametrize(("chat", "body"), captured())
@@ -271,7 +312,7 @@ def test_an_event_has_the_stamp_of_the_read_that_completed_it_and_events_of_one_
 @given(cuts)
 def test_any_split_of_a_captured_stream_gives_the_same_events(chat, body, at):
     pieces = cut(body, at)
-    stamped, comments, leftover = events(range(len(pieces)), pieces)
+    stamped, comments, leftover, _ = events(range(len(pieces)), pieces)
     assert ([data for _, data in stamped], comments) == whatwg(body)[:2]
     assert leftover == b""
     assert len(stamped) == body.count(b"data: ")

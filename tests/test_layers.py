@@ -8,10 +8,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Import order of llm_bench, as DESIGN.md gives it.
-LAYERS = """errors clock exchange http1 stats request formats trace prompts dialects answer null_target targets
-plan records wire driver cell measure run windows series slo metrics doubts results report cli""".split()
+LAYERS = """errors limits clock exchange http1 stats request formats trace prompts dialects answer null_target targets
+probe plan shapes columns records retry wire driver shards cell measure host run windows series outcomes slo
+metrics identities facts client doubts results report selfcheck terminal cli""".split()
 
-PURE = "http1 stats request formats trace prompts dialects answer windows series slo metrics doubts".split()
+PURE = """http1 stats request formats trace prompts dialects answer windows series slo metrics doubts shapes
+columns outcomes identities facts client""".split()
 PURE_ENGINE = "sequence blocks policies scheduler".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 

@@ -1,18 +1,22 @@
 """Every definition of METRICS.md, worked by hand on a few records."""
 
+from itertools import pairwise
+
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_bench import metrics, windows
+from llm_bench import columns, identities, metrics, outcomes, windows
+from llm_bench.columns import from_table
 from llm_bench.errors import BenchError
 from llm_bench.metrics import compute
 from llm_bench.records import Cell, Record
-from llm_bench.series import SERIES, Context
+from llm_bench.series import SERIES, Context, events_in
 from llm_bench.slo import attainment
 from llm_bench.windows import Window
-from tests.sample import cell, closed_loop, ns, record
+from tests.sample import cell, closed_loop, gauge_of, ns, record
 
 ALL = Window(ns(0), ns(1e9), 0, 0, "")
 
@@ -159,9 +163,7 @@ def test_limits_of_things_where_more_is_better_are_floors() -> None:
 def steady(drop_every: int = 0) -> Cell:
     """An arrival every 0.5 s that stays 3 s, and a gauge that saw all of them."""
     rows = [record(i, 500 * i, events=[500 * i + 3000]) for i in range(40)]
-    at_ns, level = windows.in_flight(cell(rows))
-    gauge = [((t - ns(0)) / 1e6, int(n)) for t, n in zip(at_ns.tolist(), level, strict=True)]
-    return cell([r for r in rows if not drop_every or r.index % drop_every], gauge)
+    return cell([r for r in rows if not drop_every or r.index % drop_every], gauge_of(rows))
 
 
 def test_littles_law_holds_for_whole_records_and_names_lost_ones() -> None:
@@ -171,28 +173,28 @@ def test_littles_law_holds_for_whole_records_and_names_lost_ones() -> None:
     run = Window(ns(0), ns(22_500), 0, 0, "")
     assert value("in_flight", steady(), run) == pytest.approx(5.3333, abs=1e-4)
     assert value("arrival_rate", steady(), run) == pytest.approx(1.7778, abs=1e-4)
-    assert metrics.identities(steady(), w) == []
-    (broken,) = metrics.identities(steady(drop_every=4), w)
-    assert broken.startswith("records are incomplete")
-    assert "25.0% apart" in broken
+    assert identities.identities(steady(), w) == []
+    lost, apart = identities.identities(steady(drop_every=4), w)
+    assert lost.startswith("records are incomplete: the driver's gauge saw 40 requests begin and 40 end, 30 are")
+    assert "25.0% apart" in apart
 
 
 def test_a_gauge_that_counts_from_the_hand_over_is_no_broken_identity() -> None:
     # Each is handed over at its due time, sent 40 ms later, and the driver hears of its end 2 ms after the read.
     rows = [record(i, 100 * i, sent=100 * i + 40, ready_ns=ns(100 * i), events=[100 * i + 90]) for i in range(50)]
     gauge = [edge for i in range(50) for edge in ((100.0 * i, 1), (100.0 * i + 92, 0))]
-    assert metrics.identities(cell(rows, gauge), windows.whole(cell(rows))) == []
+    assert identities.identities(cell(rows, gauge), windows.whole(cell(rows))) == []
 
 
 def test_counts_that_do_not_add_up_are_named() -> None:
     c = cell([record(0, events=[1]), record(0, 5, events=[6]), record(2, outcome="dropped", sent_ns=ns(3))])
-    broken = " | ".join(metrics.identities(c, ALL, {"counts": {"ok": 3, "failed": 0}}))
+    broken = " | ".join(identities.identities(c, ALL, {"counts": {"ok": 3, "failed": 0}}))
     assert "1 dropped requests were sent" in broken
     assert "1 requests of the plan are recorded twice" in broken
     assert "the driver counted {'ok': 3" in broken
     counts = {"ok": 1, "failed": 0, "cancelled": 0, "cut_at_end": 0, "dropped": 0}
-    assert metrics.identities(cell([record(events=[1])]), ALL, {"counts": counts}) == []
-    assert "others: lost" in metrics.identities(cell([record(outcome="lost", events=[1])]), ALL)[0]
+    assert identities.identities(cell([record(events=[1])]), ALL, {"counts": counts}) == []
+    assert "others: lost" in identities.identities(cell([record(outcome="lost", events=[1])]), ALL)[0]
 
 
 def test_gaps_of_several_choices_are_taken_within_a_choice() -> None:
@@ -222,7 +224,7 @@ def test_deadlines_with_slack_and_without() -> None:
     c = cell([record(due=1000, events=[1090, 1105, 1160, 1175])])
     assert value("fluidity_mean", c, deadlines=(100, 20)) == pytest.approx(3 / 5)
     assert value("on_time_share_mean", c, deadlines=(100, 20)) == pytest.approx(2 / 4)
-    assert compute("fluidity_mean", c, ALL).reason == "not applicable: no deadlines given (1)"
+    assert compute("fluidity_mean", c, ALL).reason == "not applicable: no deadlines were given (1)"
     # An event of three tokens at 130: late by 30 for i = 0 (100), by 10 for i = 1 (120), in time for i = 2 (140).
     c = cell([record(events=[130, 150], tokens_out=4, event_tokens=[3, 1])])
     assert value("on_time_share_mean", c, deadlines=(100, 20)) == pytest.approx(2 / 4)
@@ -290,9 +292,29 @@ def test_p99_of_71_is_labelled_and_bounded_by_nothing() -> None:
     assert compute("ttft_p99", cell([record(i, i, events=[2 * i + 1]) for i in range(101)]), ALL).labels == ()
 
 
-def test_a_growing_backlog_marks_the_percentiles() -> None:
+@pytest.mark.parametrize("name", metrics.names())
+def test_a_growing_backlog_marks_every_figure_but_what_was_offered(name: str) -> None:
     w = Window(ns(0), ns(100), 0, 0, "", state=windows.GROWING)
-    assert "depends on run length" in compute("ttft_p50", closed_loop(10, 2), w).labels
+    got = compute(name, closed_loop(10, 2), w, Context({"ttft": 100.0}, (100.0, 20.0)))
+    marked = "depends on run length" in got.labels
+    assert marked == (got.value is not None and name != "arrival_rate")
+    settled = compute(name, closed_loop(10, 2), Window(ns(0), ns(100), 0, 0, ""))
+    assert "depends on run length" not in settled.labels
+
+
+@pytest.mark.parametrize("name", ["slo_attainment", "goodput", "fluidity_mean", "on_time_share_mean"])
+def test_what_needs_limits_names_no_flag_that_does_not_exist(name: str) -> None:
+    got = compute(name, closed_loop(10, 2), ALL)
+    assert "limits were given" in got.reason or "deadlines were given" in got.reason
+    assert "--" not in got.reason
+    assert "come with a later release" in {**metrics.SERIES, **metrics.WHOLE}[got.name.removesuffix("_mean")].meaning
+
+
+def test_percentiles_of_few_are_known_as_such() -> None:
+    c = closed_loop(30, 3)
+    few = {v.name: v.few for v in metrics.compute_all(["ttft_p50", "ttft_p95", "ttft_p99", "ttft_max"], c, ALL)}
+    assert few == {"ttft_p50": False, "ttft_p95": False, "ttft_p99": True, "ttft_max": False}
+    assert compute("ttft_p50", cell([record(events=[5])]), ALL).few
 
 
 @pytest.mark.parametrize("name", metrics.names())
@@ -328,3 +350,185 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(BenchError, match="unknown; known"):
         metrics.parse("")
     assert metrics.parse("e2e_p99_9") == ("e2e_p99_9", "e2e", "p99_9")
+
+
+def short(n: int = 1000, lose: int = 0, late: float = 0.5) -> Cell:
+    """`n` requests of 1 ms, one each 2 ms, of which the last `lose` left no record; the gauge saw all of them."""
+    rows = [record(i, 2 * i, events=[2 * i + 1]) for i in range(n)]
+    return cell(rows[: n - lose], gauge_of(rows, late), plan={"requests": n})
+
+
+def test_lost_records_are_found_however_short_their_requests_were() -> None:
+    w = Window(ns(0), ns(2000), 0, 0, "")
+    assert identities.identities(short(), w, {"reason": "exhausted"}) == []
+    lost, apart = identities.identities(short(lose=1), w, {"reason": "exhausted"})
+    seen = "the driver's gauge saw 1000 requests begin and 1000 end, 999 are recorded"
+    assert lost == f"records are incomplete: 1000 requests were planned, 999 are recorded; {seen}"
+    assert apart.startswith("over the window the driver had 0.75 in flight on average, the records account for 0.4995")
+    # The plan was not gone through: the gauge alone counts.
+    assert identities.identities(short(lose=1), w, {"reason": "interrupted"})[0] == f"records are incomplete: {seen}"
+
+
+def test_turns_that_were_never_due_are_no_lost_records() -> None:
+    c = cell([record(i, i, events=[i + 1]) for i in range(7)], plan={"requests": 10})
+    assert identities.identities(c, ALL, {"reason": "exhausted", "turns_not_sent": 3}) == []
+    (broken,) = identities.identities(c, ALL, {"reason": "exhausted", "turns_not_sent": 2})
+    assert broken.endswith("10 requests were planned, of which 2 turns never became due, 7 are recorded")
+
+
+def test_a_blocked_event_loop_is_not_taken_for_lost_records() -> None:
+    (broken,) = identities.identities(short(late=40.0), Window(ns(0), ns(2000), 0, 0, ""))
+    assert broken.endswith(
+        "apart), though none is lost by its count: it heard late of starts or ends, or its stamps are wrong"
+    )
+    assert "incomplete" not in broken
+
+
+def test_littles_law_is_told_with_its_edges_and_the_gauge() -> None:
+    w = Window(ns(5000), ns(15_000), 0, 0, "")
+    assert identities.little(steady(), w).text == ("Little: 2/s x 3 s = 6, in flight 6 on average (gauge), edges +0.0%")
+    late = identities.little(short(late=0.5), Window(ns(0), ns(2000), 0, 0, ""))
+    assert "in flight 0.75 on average (gauge) and 0.5 on average (records)" in late.text
+    run = Window(ns(0), ns(20_000), 0, 0, "")  # the stays of the last five end up to 2.5 s after it
+    assert identities.little(cell([record(i, 500 * i, events=[500 * i + 3000]) for i in range(40)]), run).text == (
+        "Little: 2/s x 3 s = 6, in flight 5.625 on average (records), edges +6.7%"
+    )
+
+
+TOKENS = ("tokens_per_second", "total_tokens_per_second", "tokens_per_second_run")
+
+
+def test_unknown_tokens_are_no_zero() -> None:
+    rows = [record(i, 10 * i, end=10 * i + 5, tokens_out=-1, tokens_out_from="") for i in range(3)]
+    c = cell([*rows, record(3, 50, end=60, tokens_out=4)])
+    for name in TOKENS:
+        got = compute(name, c, ALL)
+        assert (got.value, got.reason) == (None, "how many tokens they have is unknown of 3 of 4 answers")
+    assert value("wasted_tokens", c) == 0
+    # Outside the window nothing is unknown.
+    assert value("tokens_per_second", c, Window(ns(55), ns(155), 0, 0, "")) == 40
+
+
+def test_prompts_of_unknown_length_are_no_zero() -> None:
+    c = cell([record(0, events=[5], tokens_in=-1, planned_in=-1), record(1, 1, events=[6])])
+    assert compute("total_tokens_per_second", c, ALL).reason == "how long they are is unknown of 1 of 2 prompts"
+
+
+PER_TOKEN = ("tpot_mean", "tpot_decode_mean", "output_speed_mean", "normalized_latency_mean")
+
+
+def test_tokens_of_several_choices_are_not_those_of_one() -> None:
+    two = record(events=[10, 11, 30, 36], event_choice=[0, 1, 0, 1], event_tokens=[1, 1, 1, 1])
+    for name in PER_TOKEN:
+        assert compute(name, cell([two]), ALL).reason == "not applicable: several choices (1)"
+    assert value("stall_max", cell([two])) == 25
+    assert compute("tpot_mean", cell([two, record(1, events=[0, 10])]), ALL).value == 10
+    assert attainment(cell([two]), ALL, {"tpot": 1000}).met == 0  # there is such a time, and nobody knows it
+    once = record(events=[10, 11], event_choice=[0, 1])
+    assert compute("stall_mean", cell([once]), ALL).reason == "not applicable: one token a choice (1)"
+
+
+def test_estimates_of_wasted_tokens_are_those_of_its_own_requests() -> None:
+    ok = record(0, events=[1, 2], tokens_out_from="events")
+    c = cell([ok, record(1, events=[1, 2], outcome="failed")])
+    assert compute("wasted_tokens", c, ALL).labels == ()
+    c = cell([record(0, events=[1, 2]), record(1, events=[1, 2], outcome="failed", tokens_out_from="events")])
+    assert compute("wasted_tokens", c, ALL).labels == ("estimated from events",)
+    assert compute("tokens_per_second", c, ALL).labels == ()
+
+
+def test_lag_is_waiting_connecting_and_the_clients_own() -> None:
+    c = cell([record(due=0, sent=60, ready_ns=ns(10), connect_ns=30_000_000, events=[70])])
+    assert [value(f"{name}_max", c) for name in ("lag", "lag_wait", "lag_connect", "lag_client")] == [60, 10, 30, 20]
+    again = record(sent=900, ready_ns=ns(0), attempts=2, first_attempt="connect_error", events=[901])
+    assert compute("lag_client_max", cell([again]), ALL).reason == "not applicable: connecting was retried (1)"
+
+
+def case_30() -> Cell:
+    """`--retries 1`: four 503, two 429 with Retry-After: 1, four answers in 100 ms at once."""
+    rows = [
+        record(i, i, events=[i + 600], attempts=2, first_attempt="http_503", retry_wait_ns=5 * 10**8) for i in range(4)
+    ]
+    rows += [record(i, i, events=[i + 1100], attempts=2, first_attempt="http_429", retry_wait_ns=10**9) for i in (4, 5)]
+    return cell([*rows, *(record(i, i, events=[i + 100]) for i in range(6, 10))])
+
+
+def test_first_attempts_stay_visible_behind_retries() -> None:
+    c = case_30()
+    assert (value("error_rate", c), value("first_attempt_success", c)) == (0, 0.4)
+    assert value("ttft_p50", c) == 600
+    found = outcomes.attempts(c, np.ones(10, bool))
+    assert found == (10, 4, 16, 4.0)
+    assert found.text.startswith("4 of 10 ok at the first attempt; 16 attempts in all, 4 s of waiting")
+    assert outcomes.attempts(closed_loop(10, 2), np.ones(10, bool)) is None
+
+
+def test_failures_are_listed_by_kind_and_status() -> None:
+    def failed(i: int, kind: str, status: int) -> Record:
+        return record(i, i, outcome="failed", error_kind=kind, status=status, error=f"{kind} {i}", end=i)
+
+    kinds = [("http_5xx", 502), ("http_5xx", 500), ("http_5xx", 500), ("rejected", 503), ("rejected", 429)]
+    kinds += [
+        ("rejected", 503),
+        ("empty_output", 200),
+        ("server_error_in_stream", 200),
+        ("server_error_in_stream", 500),
+    ]
+    found = outcomes.failures(cell([failed(i, *kind) for i, kind in enumerate(kinds)]))
+    assert [f.text for f in found] == [
+        "empty_output 1",
+        "http_5xx 500 x2, 502 x1",
+        "rejected 503 x2, 429 x1",
+        "server_error_in_stream 2 (500 x1)",
+    ]
+    assert [f.first_error for f in found] == ["empty_output 6", "http_5xx 0", "rejected 3", "server_error_in_stream 7"]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 90), max_size=8), st.integers(0, 60)), min_size=1, max_size=8),
+    st.integers(0, 120),
+    st.integers(1, 120),
+    st.booleans(),
+)
+def test_windows_and_gaps_of_many_batches_are_those_of_a_plain_loop(
+    shapes: list[tuple[list[int], int]], start: int, long: int, choices: bool
+) -> None:
+    rows = [
+        record(
+            i,
+            due,
+            events=sorted(due + e for e in events),
+            end=due + 99,
+            tokens_out=3 * len(events),
+            event_choice=[k % 2 for k in range(len(events))] if choices and i % 2 else [],
+        )
+        for i, (events, due) in enumerate(shapes)
+    ]
+    batches = pa.concat_tables([cell([r]).table for r in rows])
+    c, w = from_table(batches, {}), Window(ns(start), ns(start + long), 0, 0, "")
+    stamps = [[(at - ns(0)) / 1e6 for at in r.event_ns] for r in sorted(rows, key=lambda r: (r.due_ns, r.index))]
+    assert events_in(c, w).tolist() == [sum(start <= at < start + long for at in each) for each in stamps]
+    held = 3 * sum(start <= at < start + long for each in stamps for at in each)
+    assert value("tokens_per_second", c, w) == pytest.approx(held / long * 1000)
+    expected = []
+    for r in sorted(rows, key=lambda r: (r.due_ns, r.index)):
+        for choice in (0, 1):
+            mine = [
+                at for at, of in zip(r.event_ns, r.event_choice or [0] * len(r.event_ns), strict=True) if of == choice
+            ]
+            if len(set(r.event_ns)) > 1:
+                expected += [(r.index, (b - a) / 1e6) for a, b in pairwise(mine)]
+    column = SERIES["itl"].of(c, Context())
+    assert list(zip(c["index"][column.rows].tolist(), column.values.tolist(), strict=True)) == expected
+
+
+def test_a_large_piece_is_worked_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [record(i, 10 * i, events=[10 * i + k * (i + 1) for k in range(i % 4)], end=500) for i in range(30)]
+    names = ["itl_mean", "itl_p50", "stall_mean", "tokens_per_second", "zero_gap_share"]
+    w = Window(ns(35), ns(155), 0, 0, "")
+    whole = metrics.compute_all(names, cell(rows), w)
+    monkeypatch.setattr(columns, "PIECE_EVENTS", 5)
+    parts = cell(rows)
+    assert max(len(piece.ns) for piece in parts.pieces()) <= 5
+    assert metrics.compute_all(names, parts, w) == whole
+    np.testing.assert_array_equal(parts.event_ns, cell(rows).event_ns)

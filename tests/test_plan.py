@@ -124,3 +124,31 @@ def test_a_loop_without_an_end_is_refused():
 def test_a_closed_loop_with_a_duration_plans_more_than_can_be_sent():
     rows, _ = plan.select(requests(3), Load(concurrency=4), count=None, duration_s=10.0, loop=True, alone_s=0.5)
     assert len(rows) >= 4 * 10 / 0.5
+
+
+@pytest.mark.parametrize("burstiness", [None, 1.0])
+def test_arrivals_that_end_in_years_are_refused_before_they_overflow(burstiness):
+    with pytest.raises(BenchError, match=r"the last of 3 requests would be due after .* \(10 years\)"):
+        plan.arrivals(3, 1e-12, burstiness, seed=0)
+    assert plan.arrivals(1, 1e-12, burstiness, seed=0).tolist() == [0]
+
+
+def test_a_replay_that_ends_in_years_is_refused_before_it_overflows():
+    with pytest.raises(BenchError, match=r"the last of 4 requests would be due after 3e\+12 s"):
+        plan.due_times(requests(4), Load(speed=1e-12), seed=0)
+
+
+@pytest.mark.parametrize("load", [Load(concurrency=2), Load(rate=50.0), Load(speed=1.0)])
+def test_a_number_of_requests_is_a_cap_on_a_loop_with_a_duration_too(load):
+    rows, _ = plan.select(requests(3), load, count=7, duration_s=100.0, loop=True, alone_s=0.1)
+    assert len(rows) == 7
+    short, _ = plan.select(requests(3), load, count=10**6, duration_s=1.0, loop=True, alone_s=0.1)
+    assert len(short) < 1000
+
+
+def test_a_loop_of_more_requests_than_fit_is_refused_or_ends_early(monkeypatch):
+    monkeypatch.setattr(plan, "MOST_PLANNED", 500)
+    with pytest.raises(BenchError, match=r"rate=50/s for 100 s would be 7,600 requests, expected 500 at most"):
+        plan.select(requests(3), Load(rate=50.0), count=None, duration_s=100.0, loop=True, alone_s=0.1)
+    rows, _ = plan.select(requests(3), Load(concurrency=2), count=None, duration_s=100.0, loop=True, alone_s=0.1)
+    assert len(rows) == 500  # of a closed loop it is an upper count anyway, and running out is a doubt

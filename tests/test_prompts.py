@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm_bench import prompts
 from llm_bench.errors import BenchError
 from llm_bench.prompts import WORDS, Sizer, fill, probe_text, prompt_hash, turn_text
 from llm_bench.request import Request
@@ -242,3 +243,14 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_the_tokenizer_library_is_not_loaded_without_need() -> None:
     code = "import sys, llm_bench.prompts; sys.exit('tokenizers' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_tokenizer_that_the_library_refuses_is_one_sentence(tmp_path):
+    for text in ('{"model": {}}', '{"model": {"type": "BPE", "vocab": 3}}', "{", "[]", "[" * 100_000):
+        path = tmp_path / "tokenizer.json"
+        path.write_text(text)
+        with pytest.raises(BenchError, match=r"expected a tokenizer\.json") as caught:
+            prompts.exact(path)
+        assert str(caught.value).startswith(f"{path}: ")
+    with pytest.raises(BenchError, match="No such file"):
+        prompts.exact(tmp_path / "none.json")

@@ -1,6 +1,7 @@
 """Records come back as written, in due order, from whole files and from files cut anywhere."""
 
 import math
+import resource
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,6 +22,8 @@ ROWS = [
     record(4, 40, events=[41.000001], server_queue_ms=2.5, tokens_out=2**40),
 ]
 
+LISTS = ("event_ns", "event_tokens", "event_choice", "labels")
+
 
 def write(path: Path, rows: list[Record], each: bool = False) -> Path:
     writer = Writer(path, header())
@@ -37,9 +40,8 @@ def test_every_field_comes_back_in_due_order(tmp_path: Path) -> None:
     assert cell.complete
     assert cell.header == header()
     assert cell["index"].tolist() == [0, 1, 2, 3, 4]
-    lists = ("event_ns", "event_tokens", "event_choice", "labels")
     for f in fields(Record):
-        if f.name in lists:
+        if f.name in LISTS:
             continue
         expected = [getattr(r, f.name) for r in sorted(ROWS, key=lambda r: r.due_ns)]
         got = cell[f.name].tolist()
@@ -58,7 +60,7 @@ def test_every_field_comes_back_in_due_order(tmp_path: Path) -> None:
 def test_columns_from_memory_are_those_from_disk(tmp_path: Path) -> None:
     disk, memory = records.read(write(tmp_path / "a.arrow", ROWS, each=True)), records.from_records(ROWS, header())
     assert disk.header == memory.header
-    for name in disk.columns:
+    for name in [f.name for f in fields(Record) if f.name not in LISTS]:
         np.testing.assert_array_equal(disk[name], memory[name])
     for name in ("offsets", "event_ns", "event_tokens", "event_choice"):
         np.testing.assert_array_equal(getattr(disk, name), getattr(memory, name))
@@ -138,3 +140,129 @@ def test_the_gauge_is_read_beside_the_records_and_half_of_one_is_no_gauge(tmp_pa
     gauge.write_bytes(gauge.read_bytes()[:-9])
     cell = records.read(path)
     assert (len(cell.gauge), cell.complete) == (0, False)
+
+
+class Full:
+    """A disk that takes so many bytes more: what a file gets is cut there, as by a quota."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.limit = path, size
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.path.stat().st_size + self.limit, self.before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_a_full_disk_costs_the_last_batch_and_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    writer = Writer(path, header())
+    writer.write(ROWS[0])
+    writer.flush()
+    whole = path.stat().st_size
+    with Full(path, 100):
+        writer.write(ROWS[1])
+        with pytest.raises(OSError, match="File too large") as caught:
+            writer.flush()
+        assert caught.value.errno in records.DISK_ERRORS
+        assert path.stat().st_size == whole  # half a batch is worth nothing, and would hide what follows
+    writer.write(ROWS[2])  # there is room again: what came between is missing all the same
+    for again in (writer.flush, writer.close):
+        with pytest.raises(OSError, match="File too large") as repeated:
+            again()
+        assert repeated.value is caught.value
+    cell = records.read(path)
+    assert (cell.n, cell.complete) == (1, False)
+    assert path.stat().st_size == whole
+
+
+def test_a_disk_that_is_full_at_once_leaves_no_open_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    path.touch()
+    with Full(path, 10), pytest.raises(OSError, match="File too large"):
+        Writer(path, header())
+    assert path.stat().st_size == 0
+
+
+def test_a_header_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="the settings cannot be stored"):
+        Writer(tmp_path / "a.arrow", {"speed": math.nan})
+    assert not (tmp_path / "a.arrow").exists()
+
+
+def at(*steps: tuple[float, int]) -> np.ndarray:
+    return np.array([[ns(ms), level] for ms, level in steps], np.int64)
+
+
+def test_a_cell_of_workers_is_pooled_in_due_order_with_the_sum_of_their_gauges(tmp_path: Path) -> None:
+    write(tmp_path / "a.w0.arrow", [record(2, 20, events=[25]), record(0, 0, events=[5, 6])])
+    write(tmp_path / "a.w1.arrow", [record(1, 10, events=[11, 12, 13], event_choice=[0, 1, 0])])
+    write(tmp_path / "a.w10.arrow", [])  # it had nothing to do, and no gauge
+    write(tmp_path / "a.lost.arrow", [record(3, 30, outcome="failed")])
+    write(tmp_path / "ab.arrow", ROWS)
+    np.save(tmp_path / "a.w0.gauge.npy", at((0, 1), (6, 0), (20, 1), (25, 0)))
+    np.save(tmp_path / "a.w1.gauge.npy", at((10, 1), (20, 0)))
+    cell = records.read_cell(tmp_path, "a")
+    assert cell["index"].tolist() == [0, 1, 2, 3]
+    assert cell.counts.tolist() == [2, 3, 1, 0]
+    assert cell.event_ns.tolist() == [ns(t) for t in (5, 6, 11, 12, 13, 25)]
+    assert cell.event_choice.tolist() == [0, 0, 0, 1, 0, 0]
+    assert cell.choices.tolist() == [1, 2, 1, 1]
+    assert cell.gauge.tolist() == at((0, 1), (6, 0), (10, 1), (20, 2), (20, 1), (25, 0)).tolist()
+    assert cell.complete
+    (tmp_path / "a.w1.gauge.npy").unlink()  # its worker was killed
+    assert len(records.read_cell(tmp_path, "a").gauge) == 0
+    assert records.read_cell(tmp_path, "ab").n == 5
+    with pytest.raises(BenchError, match="no record file of a cell"):
+        records.read_cell(tmp_path, "b")
+
+
+def test_record_files_are_grouped_by_their_cell(tmp_path: Path) -> None:
+    names = ["000-t-c=1.5.w0", "000-t-c=1.5.w11", "000-t-c=1.5.w2", "000-t-c=1.5.lost", "001-t.wx", "002-t"]
+    for name in names:
+        (tmp_path / f"{name}.arrow").write_bytes(b"")
+    found = {cell: [path.stem for path in paths] for cell, paths in records.files_of(tmp_path).items()}
+    assert found == {
+        "000-t-c=1.5": ["000-t-c=1.5.w0", "000-t-c=1.5.w2", "000-t-c=1.5.w11", "000-t-c=1.5.lost"],
+        "001-t.wx": ["001-t.wx"],
+        "002-t": ["002-t"],
+    }
+
+
+@pytest.mark.parametrize(
+    "gauge",
+    [
+        np.array([1, 2, 3]),
+        np.array([[1, 2, 3]]),
+        np.array([[1.0, np.nan]]),
+        np.array(["a"]),
+        np.array([[5, 1], [4, 0]]),
+        np.array([[1, -1]]),
+    ],
+)
+def test_what_is_no_gauge_is_refused(tmp_path: Path, gauge: np.ndarray) -> None:
+    path = write(tmp_path / "a.arrow", ROWS)
+    np.save(tmp_path / "a.gauge.npy", gauge)
+    with pytest.raises(BenchError, match=r"a\.gauge\.npy: expected"):
+        records.read(path)
+
+
+def test_lists_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"a\.arrow: event_tokens of a record is neither empty nor as long"):
+        records.read(write(tmp_path / "a.arrow", [record(0, 0, events=[1, 2], event_tokens=[1])]))
+
+
+def test_labels_and_words_are_found_without_reading_them_all(tmp_path: Path) -> None:
+    cell = records.read(write(tmp_path / "a.arrow", ROWS, each=True))
+    assert cell.labelled("no [DONE]").tolist() == [False, False, True, False, False]
+    assert cell.labelled("no").tolist() == [False] * 5
+    assert cell.among("outcome", "failed", "dropped").tolist() == [False, True, False, True, False]
+    assert cell.at("error", 3) == "HTTP 503: naïve – 忙"
+    empty = records.from_records([])
+    assert (empty.labelled("x").tolist(), empty.among("outcome", "ok").tolist(), empty["outcome"].tolist()) == (
+        [],
+        [],
+        [],
+    )

@@ -13,51 +13,52 @@ from llm_bench.errors import BenchError
 from llm_bench.records import Record, Writer
 from tests.sample import header, record
 
-# In ms. The window is [0, 400): from the first due time, without warm-up, to the last, whose request is outside.
+# In ms. The window is from 0, the first due time, without warm-up, to the last, 400, whose request is in it.
 FIVE = [
     record(0, 0, sent=10, events=[50, 60, 70]),
     record(1, 100, events=[180, 200, 240], tokens_out=6),
     record(2, 200, end=210, outcome="failed", error="HTTP 503: busy | later"),
     record(3, 300, events=[330]),
-    record(4, 400, events=[450, 500]),
+    record(4, 400, events=[470, 520]),
 ]
 BY_HAND = {
     "ttft_min": 30,
-    "ttft_p50": 50,  # of 30, 50, 80
-    "ttft_p90": 74,  # rank 1.8
-    "ttft_p95": 77,  # rank 1.9
-    "ttft_p99": 79.4,  # rank 1.98
+    "ttft_p50": 60,  # of 30, 50, 70, 80
+    "ttft_p90": 77,  # rank 2.7
+    "ttft_p95": 78.5,  # rank 2.85
+    "ttft_p99": 79.7,  # rank 2.97
     "ttft_max": 80,
-    "ttft_mean": 160 / 3,
-    "ttft_std": (((30 - 160 / 3) ** 2 + (50 - 160 / 3) ** 2 + (80 - 160 / 3) ** 2) / 2) ** 0.5,
-    "ttft_sent_p50": 40,  # of 30, 40, 80
-    "e2e_p50": 70,  # of 30, 70, 140
-    "e2e_sent_p50": 60,
-    "tpot_mean": 11,  # 20 / 2 and 60 / 5; one token has none
+    "ttft_mean": 57.5,
+    "ttft_std": ((27.5**2 + 7.5**2 + 12.5**2 + 22.5**2) / 3) ** 0.5,
+    "ttft_sent_p50": 55,  # of 30, 40, 70, 80
+    "e2e_p50": 95,  # of 30, 70, 120, 140
+    "e2e_sent_p50": 90,
+    "tpot_mean": 24,  # 20 / 2, 60 / 5 and 50 / 1; one token has none
     "output_speed_max": 100,
-    "itl_mean": 20,  # 10, 10, 20, 40
-    "stall_mean": 25,  # 10 and 40
+    "itl_mean": 26,  # 10, 10, 20, 40, 50
+    "stall_mean": 100 / 3,  # 10, 40, 50
     "lag_max": 10,
-    "normalized_latency_max": 30,  # 70 / 3, 140 / 6, 30 / 1
+    "normalized_latency_max": 60,  # 70 / 3, 140 / 6, 30 / 1, 120 / 2
     "tokens_per_second": 25,  # 3 + 6 + 1 tokens in 0.4 s
     "total_tokens_per_second": 775,  # and 3 prompts of 100
-    "tokens_per_second_run": 24,  # 12 tokens in 0.5 s
+    "tokens_per_second_run": 12 / 0.52,
     "wasted_tokens": 0,
     "requests_per_second": 7.5,
-    "arrival_rate": 10,
+    "arrival_rate": 12.5,
     "in_flight": 0.6,  # 60 + 140 + 10 + 30 ms of 400
     "in_system": 0.625,
-    "concurrency_effective": 0.625,
-    "error_rate": 0.25,
+    "concurrency_effective": 0.925,  # 70 + 140 + 10 + 30 + 120 ms
+    "error_rate": 0.2,
+    "first_attempt_success": 0.8,
     "cancel_rate": 0,
     "drop_rate": 0,
     "payload_mbit_per_second": 28 * 8 / 1e6 / 0.4,
     "payload_share": 0.02,  # 28 of 1400 bytes
-    "tokens_per_event": 10 / 7,
+    "tokens_per_event": 12 / 9,
     "zero_gap_share": 0,
 }
-ALL_REQUESTS = {"ttft_p50": 65, "ttft_p90": "error", "ttft_p95": "error", "ttft_p99": "error"}
-ALL_REQUESTS |= {"ttft_sent_p50": 60, "e2e_p50": 105, "e2e_sent_p50": 100}
+ALL_REQUESTS = {"ttft_p50": 70, "ttft_p90": "error", "ttft_p95": "error", "ttft_p99": "error"}
+ALL_REQUESTS |= {"ttft_sent_p50": 70, "e2e_p50": 120, "e2e_sent_p50": 120}
 
 
 def write_cell(folder: Path, name: str, rows: list[Record], **head: Any) -> Path:
@@ -81,32 +82,36 @@ def five(tmp_path: Path) -> Path:
 
 def test_every_number_is_the_one_worked_by_hand(five: Path) -> None:
     (line,) = report.render(report.load_run(five), list(BY_HAND), "json").splitlines()
-    (cell,) = json.loads(line)["cells"]
+    (run,) = json.loads(line)["runs"]
+    (cell,) = run["cells"]
     got = cell["metrics"]
     assert {name: v["value"] for name, v in got.items()} == pytest.approx(BY_HAND)
     assert {n: v["all_requests"] for n, v in got.items() if v["all_requests"] is not None} == pytest.approx(
         ALL_REQUESTS
     )
-    assert {n: v["ess"] for n, v in got.items() if v["ess"] is not None} == dict.fromkeys(ALL_REQUESTS, 3)
-    assert all(v["n"] == 3 for n, v in got.items() if n.startswith(("ttft", "e2e", "lag", "norm")))
-    assert (got["tpot_mean"]["n"], got["itl_mean"]["n"], got["stall_mean"]["n"]) == (2, 4, 2)
-    assert all(got[n]["n"] == 4 for n in ("tokens_per_second", "error_rate", "in_flight"))
+    assert {n: v["ess"] for n, v in got.items() if v["ess"] is not None} == dict.fromkeys(ALL_REQUESTS, 4)
+    assert all(v["n"] == 4 for n, v in got.items() if n.startswith(("ttft", "e2e", "lag", "norm")))
+    assert (got["tpot_mean"]["n"], got["itl_mean"]["n"], got["stall_mean"]["n"]) == (3, 5, 3)
+    assert all(got[n]["n"] == 5 for n in ("tokens_per_second", "error_rate", "in_flight"))
     assert got["tpot_mean"]["not_applicable"] == {"under 2 tokens": 1}
     assert got["ttft_p95"]["interval_95"] is None
-    assert got["ttft_p95"]["no_interval"].startswith("p95 of 3 lies between the two largest")
+    assert got["ttft_p95"]["no_interval"].startswith("p95 of 4 lies between the two largest")
     w = cell["window"]
-    assert (w["seconds"], w["requests"], w["warmup_requests"], w["first_wave"]) == (0.4, 4, 0, 0)
-    assert cell["outcomes"] == {"ok": 3, "failed": 1, "cancelled": 0, "cut_at_end": 0, "dropped": 0}
-    assert cell["failures"] == [{"kind": "http_5xx", "count": 1, "first_error": "HTTP 503: busy | later"}]
+    assert (w["seconds"], w["requests"], w["warmup_requests"], w["first_wave"]) == (0.4, 5, 0, 0)
+    assert cell["outcomes"] == {"ok": 4, "failed": 1, "cancelled": 0, "cut_at_end": 0, "dropped": 0}
+    assert cell["failures"] == [
+        {"kind": "http_5xx", "count": 1, "statuses": {"503": 1}, "first_error": "HTTP 503: busy | later"}
+    ]
     assert {"kind": "weather", "text": "it rained"} in cell["doubts"]
 
 
 def test_csv_is_long_and_carries_the_same_numbers(five: Path) -> None:
     text = report.render(report.load_run(five), [*BY_HAND, "goodput"], "csv")
     lines = list(csv.DictReader(text.splitlines()))
-    assert list(lines[0]) == ["target", "load", "metric", "value", "unit", "n", "ess", "label", "run"]
+    assert list(lines[0]) == report.COLUMNS
+    assert {(row["state"], row["doubts"], row["interval_low"]) for row in lines} == {("too short", "4", "")}
     assert {row["metric"]: float(row["value"]) for row in lines[:-1]} == pytest.approx(BY_HAND)
-    assert (lines[-1]["value"], lines[-1]["label"]) == ("", "no --slo was given")
+    assert (lines[-1]["value"], lines[-1]["label"]) == ("", "no limits were given")
     assert {(row["target"], row["load"], row["run"]) for row in lines} == {("a", "rate=5/s", "five")}
 
 
@@ -121,29 +126,94 @@ def test_the_terminal_says_numbers_window_reasons_failures_and_doubts(
     assert max(map(len, text.splitlines())) <= 100
     flat = " ".join(text.split())
     for words in (
-        "│ 50 │",
-        "all: 65",
+        "│ 4 │ 1 │ 60 │",
+        "all: 70",
         "all: error",
-        "3, 3",
-        "25.00%",
-        "window 0.000 s to 0.400 s (0.400 s), 4 requests due in it, 0 before it; open loop",
+        "4, 4",
+        "20.00%",
+        "window 0.000 s to 0.400 s (0.400 s), 5 requests due in it, 0 before it; open loop",
         "tpot_mean: left out of it 1 (under 2 tokens)",
-        "goodput: – because no --slo was given",
-        "ttft_p95: p95 ≈ max (n=3 < 21)",
-        "ttft_p50: no interval, under 150 effective samples",
-        "failed: http_5xx 1, first: HTTP 503: busy | later",
-        "doubt: failed requests: 25.0% of the requests failed (http_5xx 1)",
+        "goodput: – because no limits were given",
+        "ttft_p50: no interval, ESS under 150",
+        "ok, failed: requests due in the window below a percentile: n, ESS",
+        "failed: http_5xx 503 x1, first: HTTP 503: busy | later",
+        "doubt: failed requests: 20.0% (http_5xx 503 x1)",
+        "doubt: too few requests: ttft_p95: p95 of 4 lies between the two largest",
         "doubt: weather: it rained",
     ):
         assert words in flat, words
     assert "\x1b" not in text
+    assert flat.count("≈ max") + flat.count("two largest") == 1  # one fact, said once
+    assert flat.count("too short") == 1
+
+
+MANY = ["ttft_p50", "ttft_p95", "tpot_p50", "itl_p99", "e2e_p95", "e2e_max", "tokens_per_second", "requests_per_second"]
+MANY += ["error_rate", "concurrency_effective", "payload_mbit_per_second", "total_tokens_per_second"]
+
+
+@pytest.mark.parametrize(("columns", "tables"), [(20, 12), (60, 6), (100, 3), (200, 1)])
+def test_tables_hold_as_many_metrics_as_the_terminal_and_never_cut_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, tables: int
+) -> None:
+    rows = [
+        record(i, 10 * i, events=[10 * i + 1000 + i % 97, 10 * i + 123_456 + i % 89], tokens_out=50_000, bytes_in=9**6)
+        for i in range(2000)
+    ]
+    write_cell(tmp_path / "run", "000-a", [*rows, record(2000, 5000, outcome="failed", end=6000)])
+    run = report.load_run(tmp_path / "run")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = report.render(run, MANY, "terminal").splitlines()
+    drawn = [line for line in lines if line.startswith(("┏", "┃", "┡", "│", "└"))]
+    assert columns == 20 or max(map(len, lines)) <= columns
+    assert sum(line[0] == "┏" for line in drawn) == tables
+    assert "…" not in "".join(drawn)
+    assert all(line[1] == line[-2] == " " for line in drawn if line[0] in "┃│")  # a space on either side
+    (cell,) = report.document(run, MANY)["cells"]
+    words = " ".join(drawn).replace("│", " ").split()
+    for name, value in cell["metrics"].items():
+        assert report.number(value["value"], value["unit"]) in words, name
+    (firsts,) = {tuple(cell.strip() for cell in line.split("│")[1:4]) for line in drawn if "rate=5/s" in line}
+    assert firsts == ("rate=5/s", "2000", "1")
 
 
 def test_markdown_has_a_table_and_the_same_remarks(five: Path) -> None:
     text = report.render(report.load_run(five), NAMES, "md")
-    assert "| 50 (n 3, ESS 3, all: 65) | 77 (n 3, ESS 3, all: error) | 11 | 25 | 25.00% | – | 0.6 |" in text
-    assert "- failed: http_5xx 1, first: HTTP 503: busy \\| later" in text
+    assert (
+        "| rate=5/s | 4 | 1 | 60 (n 4, ESS 4, all: 70) | 78.5 (n 4, ESS 4, all: error) | 24 | 25 | 20.00% | – | 0.6 |"
+        in text
+    )
+    assert "- failed: http_5xx 503 x1, first: HTTP 503: busy \\| later" in text
     assert "**doubt: weather**: it rained" in text
+
+
+def test_a_whole_run_without_a_figure_is_not_spoken_of(tmp_path: Path) -> None:
+    rows = [record(i, 10 * i, end=10 * i + 9, outcome="failed") for i in range(50)]
+    write_cell(tmp_path / "run", "000-a", rows, load={"kind": "closed", "concurrency": 1})
+    for format_ in ("terminal", "md"):
+        text = report.render(report.load_run(tmp_path / "run"), [], format_)
+        assert "whole run" not in text
+        assert "latencies are of the others" not in " ".join(text.split())
+
+
+def test_requests_per_second_is_told_apart_from_the_requests_counted_as_ok(five: Path) -> None:
+    said = "requests due in the window; requests_per_second counts the ok ones that ended in it"
+    for format_ in ("terminal", "md"):
+        text = " ".join(report.render(report.load_run(five), ["requests_per_second"], format_).split())
+        assert text.count(said) == 1
+
+
+def test_a_run_that_streamed_nothing_shows_whole_answers_by_default(tmp_path: Path, five: Path) -> None:
+    rows = [record(i, 10 * i, end=10 * i + 9) for i in range(50)]
+    write_cell(tmp_path / "run", "000-a", rows, settings={"stream": False})
+    run, streamed = report.load_run(tmp_path / "run"), report.load_run(five)
+    runs = json.loads(report.render_all([run, streamed], [], "json"))["runs"]
+    assert [list(r["cells"][0]["metrics"])[:3] for r in runs] == [
+        ["e2e_p50", "e2e_p95", "e2e_p99"],
+        ["ttft_p50", "ttft_p95", "tpot_p50"],
+    ]
+    assert "nothing was streamed: no TTFT" in report.render(run, [], "md")
+    assert "nothing was streamed" not in report.render(streamed, [], "md")
+    assert list(json.loads(report.render(run, ["ttft_p50"], "json"))["runs"][0]["cells"][0]["metrics"]) == ["ttft_p50"]
 
 
 def test_a_closed_loop_is_shown_with_and_without_its_first_wave(tmp_path: Path) -> None:
@@ -171,11 +241,67 @@ def test_a_crashed_run_is_read_from_its_record_files_alone(tmp_path: Path) -> No
 def test_cells_that_run_json_does_not_know_are_added_and_those_without_records_named(five: Path) -> None:
     write_cell(five, "001-b", FIVE)
     facts = json.loads((five / "run.json").read_text())
-    facts["cells"].append({"name": "002-c", "file": "002-c.arrow"})
+    facts["cells"].append({"name": "002-c", "file": "002-c.arrow", "target": "c"})
     (five / "run.json").write_text(json.dumps(facts))
     run = report.load_run(five)
     assert [m.name for m in run.cells] == ["000-a", "001-b"]
-    assert "002-c.arrow: the cell was begun and left no records" in report.render(run, [], "terminal")
+    assert "missing cell: c at ?: it was begun and left no records" in report.render(run, [], "terminal")
+
+
+PLANNED = {"targets": ["a", "b"], "loads": ["c=2", "c=4"]}
+
+
+def begun(target: str, load: str, **end: Any) -> dict[str, Any]:
+    return {"file": f"{target}-{load}.arrow", "target": target, "load": {"label": load}, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("cells", "missing", "why"),
+    [
+        (
+            [begun("a", "c=2", reason="exhausted"), begun("a", "c=4", reason="interrupted")],
+            ["b at c=2", "b at c=4"],
+            "not run, since the run was interrupted (a at c=4)",
+        ),
+        (
+            [begun("a", "c=2", reason="target gone")],
+            ["a at c=4", "b at c=2", "b at c=4"],
+            "not run, since the target no longer answered (a at c=2)",
+        ),
+        (
+            [begun("a", "c=2")],
+            ["a at c=4", "b at c=2", "b at c=4"],
+            "not run when the run last wrote down where it was",
+        ),
+        ([begun(t, load, reason="exhausted") for t in "ab" for load in ("c=2", "c=4")], [], ""),
+    ],
+)
+@pytest.mark.parametrize("format_", report.FORMATS)
+def test_cells_that_never_ran_are_named_everywhere(
+    tmp_path: Path, cells: list[dict[str, Any]], missing: list[str], why: str, format_: str
+) -> None:
+    for entry in cells:
+        write_cell(tmp_path, entry["file"].removesuffix(".arrow"), FIVE)
+    (tmp_path / "run.json").write_text(json.dumps(PLANNED | {"cells": cells}))
+    run = report.load_run(tmp_path)
+    assert [d for d in report.verdict(run).doubts if d.kind == "missing cell"] == [
+        ("missing cell", f"{cell}: {why}") for cell in missing
+    ]
+    text = report.render(run, ["error_rate"], format_)
+    if format_ == "csv":
+        rows = [row for row in csv.DictReader(text.splitlines()) if row["state"] == "missing"]
+        assert [f"{row['target']} at {row['load']}" for row in rows] == missing
+        assert {(row["value"], row["label"]) for row in rows} == ({("", why)} if missing else set())
+    else:
+        assert text.count("not run") == (2 * len(missing) if format_ == "json" else len(missing))
+        assert all(cell in text for cell in missing)
+
+
+def test_a_load_asked_for_twice_is_missed_when_it_ran_once(tmp_path: Path) -> None:
+    write_cell(tmp_path, "a-c=2", FIVE)
+    facts = {"targets": ["a"], "loads": ["c=2", "c=2"], "cells": [begun("a", "c=2", reason="interrupted")]}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert [(m.target, m.load) for m in report.load_run(tmp_path).missing] == [("a", "c=2")]
 
 
 def test_verdict_counts_ok_requests_failures_and_doubts(five: Path) -> None:
@@ -187,7 +313,9 @@ def test_verdict_counts_ok_requests_failures_and_doubts(five: Path) -> None:
 def test_several_runs_stand_in_one_document(five: Path) -> None:
     run = report.load_run(five)
     both = json.loads(report.render_all([run, run], ["error_rate"], "json"))
-    assert [r["cells"][0]["metrics"]["error_rate"]["value"] for r in both["runs"]] == [0.25, 0.25]
+    one = json.loads(report.render(run, ["error_rate"], "json"))
+    assert both == {"schema": 1, "runs": 2 * one["runs"]}  # the same shape however many there are
+    assert [r["cells"][0]["metrics"]["error_rate"]["value"] for r in both["runs"]] == [0.2, 0.2]
     assert len(report.render_all([run, run], ["error_rate"], "csv").splitlines()) == 3
 
 
@@ -203,11 +331,16 @@ def test_the_newest_run_is_the_one_last_written(tmp_path: Path) -> None:
     for age, name in enumerate(("b", "a", "c")):
         file = write_cell(tmp_path / name, "000-a", FIVE)
         os.utime(file, (1_700_000_000 - age, 1_700_000_000 - age))
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "run.json").write_text('{"cells": []}')  # newer, but it failed before its first request
     (tmp_path / "empty").mkdir()
     assert report.newest(tmp_path) == tmp_path / "b"
-    with pytest.raises(BenchError, match="no run in it"):
-        report.newest(tmp_path / "empty")
-    with pytest.raises(BenchError, match="no run in it"):
+    (tmp_path / "only" / "failed").mkdir(parents=True)
+    (tmp_path / "only" / "failed" / "run.json").write_text('{"cells": []}')
+    for folder in ("empty", "only"):
+        with pytest.raises(BenchError, match="no run with records in it"):
+            report.newest(tmp_path / folder)
+    with pytest.raises(BenchError, match="no run with records in it"):
         report.newest(tmp_path / "none")
 
 
@@ -221,7 +354,7 @@ def test_bad_folders_files_names_and_formats_are_refused(tmp_path: Path, five: P
     with pytest.raises(BenchError, match="terminal, md, json, csv"):
         report.check_format("html")
     assert report.parse_metrics(" ttft_p95 , error_rate,ttft_p95") == ["ttft_p95", "error_rate"]
-    assert report.parse_metrics("") == list(report.DEFAULT_METRICS)
+    assert report.parse_metrics("") == []
     for text in ("{", "[]"):
         (five / "run.json").write_text(text)
         with pytest.raises(BenchError, match=r"run\.json"):
@@ -237,3 +370,191 @@ def test_bad_folders_files_names_and_formats_are_refused(tmp_path: Path, five: P
 )
 def test_numbers_carry_four_digits(value: float | str | None, unit: str, text: str) -> None:
     assert report.number(value, unit) == text
+
+
+def refused(i: int, kind: str, status: int) -> Record:
+    return record(i, 10 * i, outcome="failed", error_kind=kind, status=status, error=f"HTTP {status}", end=10 * i + 1)
+
+
+@pytest.mark.parametrize("format_", report.FORMATS)
+def test_every_format_lists_failures_with_their_statuses(tmp_path: Path, format_: str) -> None:
+    kinds = [("http_5xx", 500)] * 3 + [("http_5xx", 502)] + [("rejected", 503)] * 4 + [("rejected", 429)] * 2
+    rows = [refused(i, *kind) for i, kind in enumerate(kinds)]
+    write_cell(tmp_path / "run", "000-a", [*rows, record(10, 100, events=[105])])
+    text = report.render(report.load_run(tmp_path / "run"), ["error_rate"], format_)
+    if format_ == "json":
+        found = json.loads(text)["runs"][0]["cells"][0]["failures"]
+        assert [(f["kind"], f["count"], f["statuses"]) for f in found] == [
+            ("http_5xx", 4, {"500": 3, "502": 1}),
+            ("rejected", 6, {"503": 4, "429": 2}),
+        ]
+    else:
+        assert "http_5xx 500 x3, 502 x1" in text
+        assert "rejected 503 x4, 429 x2" in text
+
+
+@pytest.mark.parametrize("format_", report.FORMATS)
+def test_retries_show_the_first_attempts_unasked(tmp_path: Path, five: Path, format_: str) -> None:
+    rows = [
+        record(i, i, events=[i + 600], attempts=2, first_attempt="http_503", retry_wait_ns=500_000_000)
+        for i in range(4)
+    ]
+    write_cell(tmp_path / "run", "000-a", [*rows, *(record(i, i, events=[i + 100]) for i in range(4, 10))])
+    text = report.render(report.load_run(tmp_path / "run"), [], format_)
+    if format_ in ("terminal", "md"):
+        flat = " ".join(text.split())
+        assert "60.00%" in flat
+        assert "6 of 10 ok at the first attempt; 14 attempts in all, 2 s of waiting between them" in flat
+    if format_ == "json":
+        cell = json.loads(text)["runs"][0]["cells"][0]
+        assert cell["metrics"]["first_attempt_success"]["value"] == 0.6
+        assert cell["attempts"] == {"requests": 10, "first_ok": 6, "attempts": 14, "waited_s": 2.0}
+    if format_ == "csv":
+        (row,) = [r for r in csv.DictReader(text.splitlines()) if r["metric"] == "first_attempt_success"]
+        assert float(row["value"]) == 0.6
+    assert "first_attempt_success" not in report.render(report.load_run(five), [], "csv")
+
+
+def test_littles_law_stands_below_each_cell_and_many_reconnects_too(tmp_path: Path) -> None:
+    rows = [record(i, 100 * i, events=[100 * i + 50], reconnects=int(i < 11)) for i in range(101)]
+    write_cell(tmp_path / "run", "000-a", rows)
+    text = report.render(report.load_run(tmp_path / "run"), [], "md")
+    assert "- Little: 10.1/s x 0.05 s = 0.505, in flight 0.5 on average (records), edges +1.0%\n" in text
+    assert "- 11 of 101 requests found their kept-alive connection closed and opened it anew\n" in text
+    assert "reconnect" not in " ".join(d.kind for d in report.verdict(report.load_run(tmp_path / "run")).doubts)
+    rows[0].reconnects = 0
+    write_cell(tmp_path / "run", "000-a", rows)
+    assert "opened it anew" not in report.render(report.load_run(tmp_path / "run"), [], "md")
+
+
+@pytest.mark.parametrize("format_", report.FORMATS)
+@pytest.mark.parametrize(
+    "end", [{"loop_lag_p99_ms": 30.0}, {"worker_loop_lag_ms": [1, 40]}, {"ceiling": {"requests_per_s": 10}}]
+)
+def test_figures_that_the_client_limited_are_headed_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: dict[str, Any], format_: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [record(i, 100 * i, events=[100 * i + 50]) for i in range(101)]
+    for name in ("000-a", "001-a"):
+        write_cell(tmp_path / "run", name, rows)
+    cells = [{"name": "000-a", "end": end}, {"name": "001-a", "end": {}}]
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"cells": cells}))
+    run = report.load_run(tmp_path / "run")
+    assert report.verdict(run).client_limited
+    text = report.render(run, ["ttft_p95"], format_)
+    if format_ == "json":
+        assert [c["client_limited"] for c in json.loads(text)["runs"][0]["cells"]] == [True, False]
+    else:
+        assert text.count("client-limited: upper bounds") == 1
+    (tmp_path / "run" / "run.json").unlink()
+    assert not report.verdict(report.load_run(tmp_path / "run")).client_limited
+
+
+def test_a_cell_of_several_workers_is_read_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for k in range(2):
+        write_cell(folder, f"000-a.w{k}", [record(i, 10 * i, events=[10 * i + 5]) for i in range(k, 40, 2)])
+    write_cell(folder, "000-a.lost", [record(40, 400, outcome="failed", error_kind="worker_died", end=401)])
+    write_cell(folder, "001-a", FIVE)
+    crashed = report.load_run(folder)  # without run.json
+    (folder / "run.json").write_text(json.dumps({"cells": [{"name": "000-a"}, {"file": "001-a.arrow"}]}))
+    for run in (crashed, report.load_run(folder)):
+        assert [(m.name, m.cell.n, m.listed) for m in run.cells] == [("000-a", 41, True), ("001-a", 5, True)]
+        assert run.cells[0].cell["index"].tolist() == list(range(41))
+
+
+def test_a_cell_that_run_json_does_not_list_bears_a_note(five: Path) -> None:
+    write_cell(five, "001-b", FIVE)
+    run = report.load_run(five)
+    assert [(m.name, m.listed) for m in run.cells] == [("000-a", True), ("001-b", False)]
+    for format_ in ("terminal", "md"):
+        assert report.render(run, [], format_).count("run.json does not list this cell") == 1
+    assert [c["listed"] for c in report.document(run, ["error_rate"])["cells"]] == [True, False]
+
+
+CELL = {"name": "000-a"}
+HOSTILE_BOOKS = {
+    "[]": "expected an object",
+    '{"cells": {}}': "cells: expected a list, found {}",
+    '{"cells": [1]}': "cells[0]: expected an object, found 1",
+    '{"cells": [null]}': "cells[0]: expected an object, found nothing",
+    '{"cells": [{}]}': "cells[0]: expected the name or the file",
+    '{"cells": [{"name": "../x"}]}': "cells[0].name: expected a file name without a folder",
+    '{"cells": [{"file": 3}]}': "cells[0].file: expected a file name",
+    '{"cells": [{"name": "000-a", "end": "x"}]}': 'cells[0].end: expected an object, found "x"',
+    '{"cells": [{"name": "000-a", "end": {"reason": []}}]}': "cells[0].end.reason: expected a text",
+    '{"cells": [{"name": "000-a", "end": {"turns_not_sent": 1.5}}]}': "turns_not_sent: expected a whole number",
+    '{"cells": [{"name": "000-a", "end": {"loop_lag_p99_ms": "3"}}]}': "loop_lag_p99_ms: expected a number",
+    '{"cells": [{"name": "000-a", "end": {"worker_loop_lag_ms": [1, "2"]}}]}': "worker_loop_lag_ms[1]: expected a num",
+    '{"cells": [{"name": "000-a", "end": {"worker_loop_lag_ms": [null]}}]}': "[0]: expected a number, found nothing",
+    '{"cells": [{"name": "000-a", "end": {"workers": 0}}]}': "workers: expected a whole number of 1 or more",
+    '{"cells": [{"name": "000-a", "end": {"ceiling": {"events_per_s": true}}}]}': "events_per_s: expected a number",
+    '{"cells": [{"name": "000-a", "doubts": [{"text": "x"}]}]}': "doubts[0].kind: expected a text, found nothing",
+    '{"cells": [{"name": "000-a", "doubts": ["x"]}]}': "doubts[0]: expected an object",
+    '{"cells": [{"name": "000-a", "load": 3}]}': "cells[0].load: expected an object",
+    '{"targets": "a"}': "targets: expected a list",
+    '{"host": "here"}': "host: expected an object",
+    '{"x": NaN}': "not JSON",
+    '{"x": 1e999}': "not JSON",
+    '{"x": "\\ud800"}': "not JSON",
+    "[" * 5000: "not JSON",
+}
+
+
+@pytest.mark.parametrize("book", HOSTILE_BOOKS)
+def test_a_run_json_of_another_shape_is_refused_with_its_place(five: Path, book: str) -> None:
+    (five / "run.json").write_text(book)
+    with pytest.raises(BenchError) as refused:
+        report.load_run(five)
+    assert str(refused.value).startswith(f"{five / 'run.json'}: ")
+    assert HOSTILE_BOOKS[book] in str(refused.value)
+
+
+HOSTILE_HEADERS = {
+    "target": ("x", "target: expected an object"),
+    "probe": ([], "probe: expected an object"),
+    "plan": ({"requests": "9"}, "plan.requests: expected a whole number"),
+    "settings": (1, "settings: expected an object"),
+    "load": (None, "load kind None, known are closed, open, replay"),
+    **{
+        f"load {i}": (load, words)
+        for i, (load, words) in enumerate(
+            [
+                (7, "load: expected an object"),
+                ({"kind": "spiral"}, "load kind 'spiral'"),
+                ({"kind": "closed"}, "a closed load without its concurrency"),
+                ({"kind": "closed", "concurrency": 0}, "load.concurrency: expected a whole number of 1 or more"),
+                ({"kind": "open", "warmup": "2"}, "load.warmup: expected a number of 0 or more"),
+                ({"kind": "open", "warmup": -1}, "load.warmup: expected a number of 0 or more"),
+                ({"kind": "closed", "concurrency": 1, "duration_s": []}, "load.duration_s: expected a number"),
+                ({"kind": "open", "rate": "fast"}, "load.rate: expected a number"),
+            ]
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("part", HOSTILE_HEADERS)
+def test_a_header_of_another_shape_is_refused_with_its_file(tmp_path: Path, part: str) -> None:
+    value, words = HOSTILE_HEADERS[part]
+    file = write_cell(tmp_path / "run", "000-a", FIVE, **{part.split()[0]: value})
+    with pytest.raises(BenchError) as refused:
+        report.load_run(tmp_path / "run")
+    assert str(refused.value).startswith(f"{file}: ")
+    assert words in str(refused.value)
+
+
+NULLS = [
+    {"cells": None},
+    {"cells": [CELL | {"end": None, "doubts": None, "load": None}], "targets": None, "host": None},
+]
+NULLS += [{"cells": [CELL | {"end": dict.fromkeys(("reason", "counts", "turns_not_sent", "ceiling", "workers"))}]}]
+NULLS += [{"cells": [CELL | {"end": dict.fromkeys(("start_ns", "loop_lag_p99_ms", "worker_loop_lag_ms"))}]}]
+
+
+@pytest.mark.parametrize("book", NULLS)
+def test_null_says_the_same_as_nothing(five: Path, book: dict[str, Any]) -> None:
+    (five / "run.json").write_text(json.dumps(book))
+    for format_ in report.FORMATS:
+        assert report.render(report.load_run(five), ["ttft_p50"], format_)

@@ -1,9 +1,12 @@
 """Where windows open and close, on loops whose every moment is known."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llm_bench import windows
 from llm_bench.errors import BenchError
+from llm_bench.metrics import compute
 from llm_bench.windows import Window
 from tests.sample import START_NS, cell, closed_loop, ns, record
 
@@ -79,11 +82,32 @@ def test_a_user_who_thinks_keeps_the_slot() -> None:
 def test_open_loop_runs_from_its_share_of_warmup_to_the_last_due_time() -> None:
     rows = [record(i, 100 * i, events=[100 * i + 30]) for i in range(101)]
     w = windows.open_(cell(rows))
-    assert (ms(w.start_ns), ms(w.end_ns), w.warmup, w.requests) == (500, 10_000, 5, 95)
+    assert (ms(w.start_ns), w.end_ns, w.warmup, w.requests) == (500, ns(10_000) + 1, 5, 96)
     w = windows.open_(cell(rows), 2.0)
     assert (ms(w.start_ns), w.warmup) == (2000, 20)
     assert windows.open_(cell(rows), 11.0).state == windows.TOO_SHORT
     assert windows.open_(cell(rows[:1])).state == windows.TOO_SHORT
+
+
+def test_under_twenty_requests_an_open_window_is_too_short() -> None:
+    rows = [record(i, 100 * i, events=[100 * i + 30]) for i in range(22)]
+    assert [(w.requests, w.state) for n in (19, 20) for w in [windows.open_(cell(rows[:n]), 0.0)]] == [
+        (19, windows.TOO_SHORT),
+        (20, ""),
+    ]
+
+
+def test_a_window_that_opened_is_told_from_one_that_did_not() -> None:
+    assert windows.of(closed_loop(60, 10)).opened
+    assert not windows.of(closed_loop(20, 10)).opened
+    assert not windows.open_(cell([record()])).opened
+
+
+@pytest.mark.parametrize("end", ["ok", "cut_at_end"])
+def test_the_rule_names_no_cause_for_a_slot_that_stayed_empty(end: str) -> None:
+    rows = [record(i, 100 * i, events=[100 * i + 93]) for i in range(20)]
+    rows[-1].outcome = end
+    assert windows.of(cell(rows, load=CLOSED_1)).rule.endswith("to the first slot that was not refilled")
 
 
 def overloaded(served_per_s: float) -> Window:
@@ -98,9 +122,10 @@ def overloaded(served_per_s: float) -> Window:
 
 
 def test_a_backlog_that_grows_is_named_with_its_rate() -> None:
+    # Window 1.49 s to 29.8 s: 8 were due and 1 had ended before it, 150 and 29 at its end.
     w = overloaded(1.0)
     assert w.state == windows.GROWING
-    assert f"{w.growth:.2f}" == "4.00"
+    assert w.growth == pytest.approx(((150 - 29) - (8 - 1)) / 28.31)
 
 
 @pytest.mark.parametrize("served", [5.0, 5.5, 20.0])
@@ -108,10 +133,37 @@ def test_at_and_below_capacity_nothing_grows(served: float) -> None:
     assert overloaded(served).growth == 0
 
 
-def test_filling_an_empty_system_is_no_overload() -> None:
-    # 10/s for 60 s with answers of 25 s: in flight rises to 250 and stays there.
-    rows = [record(i, 100 * i, events=[100 * i + 25_000]) for i in range(600)]
-    assert windows.open_(cell(rows)).growth == 0
+@pytest.mark.parametrize("stay_s", [25, 40, 59, 90])
+def test_filling_an_empty_system_is_no_overload(stay_s: int) -> None:
+    # 10/s for 60 s with answers of 25 s: in flight rises to 250 and stays there. Over 60 s none has ended yet.
+    rows = [record(i, 100 * i, events=[100 * i + 1000 * stay_s]) for i in range(600)]
+    w = windows.open_(cell(rows))
+    assert (w.growth, w.state) == (0, windows.TOO_SHORT if stay_s > 60 else "")
+
+
+def test_few_requests_or_few_moments_say_nothing_of_growth() -> None:
+    # 12 requests on 5 instants over 230 ms, each of 1.3 s: no backlog, and none can be told from it.
+    rows = [record(i, 57.5 * (i * 5 // 12), events=[57.5 * (i * 5 // 12) + 1300]) for i in range(12)]
+    assert windows.open_(cell(rows), 0.0).growth == 0
+    late = [record(i, 10 * (i // 20), events=[4000 + 10 * i]) for i in range(400)]  # 400 requests, 20 instants
+    assert windows.open_(cell(late), 0.0).growth == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2000)), min_size=30, max_size=120), st.floats(0, 0.5))
+def test_a_backlog_never_grows_faster_than_requests_arrive(gaps_and_stays: list[tuple[int, int]], warm: float) -> None:
+    due, rows = 0.0, []
+    for i, (gap, stay) in enumerate(gaps_and_stays):
+        due += gap
+        rows.append(record(i, due, events=[due + stay * i]))
+    c = cell(rows)
+    w = windows.open_(c, warm)
+    assert 0 <= w.growth <= compute("arrival_rate", c, w).value + 1e-9
+
+
+def test_what_the_cap_held_back_until_the_end_is_backlog() -> None:
+    served = [record(k, 200 * k, events=[1000 * k + 1000]) for k in range(30)]
+    dropped = [record(k, 200 * k, outcome="dropped") for k in range(30, 150)]
+    assert windows.of(cell(served + dropped, load={"kind": "open", "rate": 5.0})).growth == overloaded(1.0).growth
 
 
 def test_in_flight_is_counted_half_open() -> None:
@@ -131,3 +183,19 @@ def test_step_integral_and_overlaps_agree() -> None:
 def test_an_unknown_load_is_refused() -> None:
     with pytest.raises(BenchError, match="closed, open, replay"):
         windows.of(cell([record()], load={"kind": "spiral"}))
+
+
+def test_who_is_due_at_the_last_moment_belongs_to_the_open_window() -> None:
+    rows = [record(i, 200 * i, sent=400 * i, events=[400 * i + 400]) for i in range(6)]  # case 16
+    c = cell(rows, load={"kind": "open", "rate": 5.0, "warmup": 0.0})
+    assert [compute(f"ttft_{r}", c, windows.of(c)).value for r in ("mean", "max")] == [900, 1400]
+    dues = [0, 314.579, 541.877, 541.877]  # case 24: two at the last moment
+    tied = cell([record(i, due, events=[due + 10]) for i, due in enumerate(dues)])
+    w = windows.open_(tied, 0.0)
+    assert (w.requests, round(w.seconds, 6)) == (4, 0.541877)
+    assert compute("ttft_mean", tied, w).n == 4
+
+
+def test_a_window_of_one_moment_is_none() -> None:
+    w = windows.open_(cell([record(i, 0, events=[10]) for i in range(50)]), 0.0)
+    assert (w.opened, w.requests, w.seconds) == (False, 50, pytest.approx(0.01))

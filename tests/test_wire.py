@@ -2,7 +2,7 @@ import asyncio
 import ssl
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from llm_bench.exchange import (
     Exchange,
     Timeouts,
 )
-from llm_bench.wire import Tried, Wire, request_head, retrying
+from llm_bench.wire import Wire, request_head
 from tests.scripted import (
     END,
     FINISH,
@@ -36,6 +36,7 @@ from tests.scripted import (
     Scripted,
     Seen,
     chat_script,
+    chunk,
     comment,
     deaf,
     http_response,
@@ -149,8 +150,8 @@ def test_stamps_are_in_order_and_the_first_token_is_not_the_role(run: Run) -> No
 def test_events_of_one_read_share_its_stamp() -> None:
     with Scripted([(0, SSE_HEAD + sse(token("a"), token("b"), token("c"), FINISH) + END)]) as server:
         exchange = exchange_with(server.url)
-    assert len(exchange.pieces) == 4
-    assert len(set(exchange.read_ns)) == 1
+    assert len(exchange.pieces) == len(exchange.read_ns) == 1  # a piece a read, however many chunks were in it
+    assert exchange.pieces[0].count(b"data: ") == 4
 
 
 def test_a_step_of_the_wall_clock_moves_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,12 +284,25 @@ def test_comments_after_the_first_token_hold_the_stall_off_and_no_hidden_limit_e
     assert exchange.ended == COMPLETE
 
 
-def test_a_body_that_is_no_event_stream_is_held_to_the_first_byte_and_the_total_only() -> None:
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n"
-    with Scripted([(0, head), (200, b"ab"), (700, b"cd")]) as server:
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])  # Triton's errors come as the latter
+def test_a_body_that_is_no_event_stream_is_held_to_the_first_byte_and_the_total_only(kind: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\nContent-Length: 4\r\n\r\n"
+    with Scripted([(0, head), (100, b" {"), (700, b"} ")]) as server:
         assert exchange_with(server.url, LIMITS).ended == COMPLETE
-    with Scripted([(0, head), "hang"]) as server:
+    with Scripted([(0, head), (100, b"  "), "hang"]) as server:  # blanks are no sign of an answer yet
         assert exchange_with(server.url, LIMITS).ended == TTFT_TIMEOUT
+
+
+@pytest.mark.parametrize("kind", [b"Content-Type: text/plain\r\n", b""])
+def test_an_event_stream_under_another_type_or_none_has_a_first_token_and_the_limits_of_a_stream(kind: bytes) -> None:
+    head = SSE_HEAD.replace(b"Content-Type: text/event-stream\r\n", kind) + chunk(b"\r\n")
+    pings: Script = [(0, head), *((20 * k, comment()) for k in range(1, 40)), "hang"]
+    with Scripted(pings) as server:
+        assert exchange_with(server.url, LIMITS).ended == TTFT_TIMEOUT
+    with Scripted([(0, head), (20, ROLE), (50, sse(token("a"))), "hang"]) as server:
+        exchange = exchange_with(server.url, LIMITS)
+    assert exchange.ended == STALL_TIMEOUT
+    assert exchange.first_token_ns == exchange.read_ns[-1] > exchange.read_ns[1]
 
 
 def test_without_limits_a_slow_answer_is_waited_for() -> None:
@@ -388,6 +402,96 @@ def test_a_fresh_connection_that_closes_without_an_answer_is_the_servers_failure
     assert len(server.requests) == 3
 
 
+def one_after_another(url: str, count: int, run: Run, pause: Callable[[], object] = lambda: None) -> list[Exchange]:
+    async def main() -> list[Exchange]:
+        wire, got = wire_to(url), []
+        for _ in range(count):
+            got.append(await wire.send(BODY))
+            pause()
+        wire.close()
+        return got
+
+    exchanges: list[Exchange] = run(main())
+    return exchanges
+
+
+@pytest.mark.parametrize("run", LOOPS)
+@pytest.mark.parametrize("then", ["close", "reset"])
+def test_a_server_that_read_the_request_worked_and_dropped_it_has_failed_it_on_a_kept_connection_too(
+    run: Run, then: str
+) -> None:
+    with Scripted(lambda number, seen: [(400, b""), then] if number == 1 else [(0, OK)]) as server:
+        got = one_after_another(server.url, 3, run)
+    assert [e.ended for e in got] == [COMPLETE, TRUNCATED, COMPLETE]
+    assert [e.reconnects for e in got] == [0, 0, 0]
+    assert len(server.requests) == 3  # none was sent again
+    assert "before a byte of the answer" in got[1].error
+    said_ms = float(got[1].error.partition(" ms after it was sent")[0].rpartition(" ")[2])
+    assert said_ms == pytest.approx((got[1].end_ns - got[1].sent_ns) / 1e6, abs=20)
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_a_request_that_crossed_the_close_is_sent_again_and_its_latency_runs_from_the_first_sending(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_bench.wire._CROSSING_NS", 10**10)  # however busy this machine is
+    with Scripted(lambda number, seen: [(50, b""), "close"] if number == 1 else [(0, OK)]) as server:
+        _, again = one_after_another(server.url, 2, run)
+    assert (again.ended, again.reconnects, server.connections, len(server.requests)) == (COMPLETE, 1, 2, 3)
+    assert again.sent_ns <= server.requests[1].at_ns
+    assert again.end_ns - again.sent_ns > 50e6
+    assert again.connect_ns == 0  # the new connection came after it was sent: it is in the latency
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_the_limits_and_the_cancel_of_a_request_sent_again_run_from_the_first_sending(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_bench.wire._CROSSING_NS", 10**10)
+
+    def answer(number: int, seen: Seen) -> Script:
+        return [(0, OK)] if number == 0 else [(200, b""), "close"] if number == 1 else ["hang"]
+
+    with Scripted(answer) as server:
+
+        async def main() -> Exchange:
+            wire = wire_to(server.url)
+            await wire.send(BODY)
+            got = await wire.send(BODY, 0.3)
+            wire.close()
+            return got
+
+        exchange: Exchange = run(main())
+    assert (exchange.ended, exchange.reconnects) == (CANCELLED, 1)
+    assert exchange.sent_ns <= server.requests[1].at_ns
+    assert 0 <= (exchange.end_ns - exchange.sent_ns) / 1e9 - 0.3 < NOTICE_S
+
+
+@pytest.mark.parametrize("run", LOOPS)
+@pytest.mark.parametrize("then", ["close", "reset"])
+def test_a_close_that_has_come_unnoticed_costs_a_new_connection_and_nothing_is_sent_on_the_old_one(
+    run: Run, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_bench.wire._CROSSING_NS", -(10**18))  # so that nothing would be sent a second time
+    with Scripted([(0, OK), then]) as server:
+        got = one_after_another(server.url, 4, run, lambda: time.sleep(0.05))  # the loop sees nothing meanwhile
+    assert [e.error for e in got] == [""] * 4
+    assert [e.reconnects for e in got] == [0, 1, 1, 1]
+    assert (server.connections, len(server.requests)) == (4, 4)
+    assert all(e.connect_ns > 0 for e in got)
+
+
+def test_waiting_for_a_connection_is_told_apart_and_is_nothing_on_a_kept_one() -> None:
+    with Scripted([(0, OK)]) as server:
+        begun = now_ns()
+        first, second = one_after_another(server.url, 2, asyncio.run)
+    assert 0 < first.connect_ns <= first.sent_ns - begun
+    assert second.connect_ns == 0
+    with deaf() as url:
+        exchange = exchange_with(url, LIMITS)
+    assert exchange.connect_ns == pytest.approx(0.2e9, abs=NOTICE_S * 1e9)
+
+
 def test_bytes_that_nobody_asked_for_cost_the_connection_and_no_answer() -> None:
     with Scripted([(0, OK), (30, OK)]) as server:
 
@@ -468,91 +572,6 @@ def test_close_cuts_what_is_in_flight() -> None:
         assert asyncio.run(main()).ended == CUT
 
 
-# ---- retries (case 30)
-
-
-def sending(url: str, retries: int, act: Callable[[Callable[[], Awaitable[Tried]]], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        wire = wire_to(url)
-        send = retrying(wire.send, retries)
-        got = await act(lambda: send(BODY, None))
-        wire.close()
-        return got
-
-    return asyncio.run(main())
-
-
-def ten(send: Callable[[], Awaitable[Tried]]) -> Awaitable[list[Tried]]:
-    return asyncio.gather(*(send() for _ in range(10)))
-
-
-def ten_of_case_30(number: int, seen: Seen) -> Script:
-    if number < 4:
-        return [(0, http_response(503, b"{}"))]
-    if number < 6:
-        return [(0, http_response(429, b"{}", {"Retry-After": "1"}))]
-    return [(100, OK)]
-
-
-def test_without_retries_a_503_is_a_503() -> None:
-    with Scripted(ten_of_case_30) as server:
-        got = sending(server.url, 0, ten)
-    assert sorted(t.exchange.status for t in got) == [200] * 4 + [429] * 2 + [503] * 4
-    assert {(t.attempts, t.retry_wait_ns, t.exchange is t.first) for t in got} == {(1, 0, True)}
-
-
-def test_with_a_retry_the_latency_runs_from_the_first_attempt_and_the_first_stays_visible() -> None:
-    with Scripted(ten_of_case_30) as server:
-        got = sending(server.url, 1, ten)
-    assert [t.exchange.status for t in got] == [200] * 10
-    assert sum(t.attempts for t in got) == len(server.requests) == 16
-    assert sum(t.first.status == 200 for t in got) == 4
-
-    def latency_s(t: Tried) -> float:
-        return (t.exchange.end_ns - t.exchange.sent_ns) / 1e9
-
-    for t in got:
-        wait_s = {503: 0.5, 429: 1.0, 200: 0.0}[t.first.status]  # 429 said 1 s; 503 said nothing
-        assert wait_s <= t.retry_wait_ns / 1e9 < wait_s + 0.1
-        assert t.exchange.sent_ns == t.first.sent_ns
-        assert wait_s + 0.1 <= latency_s(t) + 0.01 < wait_s + 0.3
-
-
-def test_a_date_in_retry_after_is_read_against_the_servers_own_clock() -> None:
-    later = {"Date": "Mon, 01 Jan 2001 00:00:00 GMT", "Retry-After": "Mon, 01 Jan 2001 00:00:01 GMT"}
-    with Scripted(lambda number, seen: [(0, http_response(503, b"{}", later) if number == 0 else OK)]) as server:
-        tried = sending(server.url, 1, lambda send: send())
-    assert 1.0 <= tried.retry_wait_ns / 1e9 < 1.1
-
-
-def test_retries_end_and_their_waits_double() -> None:
-    with Scripted([(0, http_response(500, b"{}"))]) as server:
-        tried = sending(server.url, 2, lambda send: send())
-    assert (tried.attempts, tried.exchange.status, len(server.requests)) == (3, 500, 3)
-    assert 1.5 <= tried.retry_wait_ns / 1e9 < 1.6
-
-
-def test_a_refused_connect_is_tried_again_and_a_400_is_not() -> None:
-    refused = sending(f"http://127.0.0.1:{unused_port()}/v1", 1, lambda send: send())
-    assert (refused.attempts, refused.exchange.ended, refused.first.ended) == (2, CONNECT_ERROR, CONNECT_ERROR)
-    with Scripted([(0, http_response(400, b"{}"))]) as server:
-        assert sending(server.url, 3, lambda send: send()).attempts == 1
-
-
-def test_a_run_that_ends_during_a_wait_cuts_the_request_and_keeps_its_first_attempt() -> None:
-    async def act(send: Callable[[], Awaitable[Tried]]) -> Tried:
-        task = asyncio.ensure_future(send())
-        await asyncio.sleep(0.1)
-        task.cancel()
-        return await task
-
-    with Scripted([(0, http_response(503, b"{}", {"Retry-After": "30"}))]) as server:
-        tried = sending(server.url, 1, act)
-    assert (tried.exchange.ended, tried.first.status, tried.attempts) == (CUT, 503, 1)
-    assert "503" in tried.exchange.error
-    assert 0.05 < tried.retry_wait_ns / 1e9 < 0.5
-
-
 # ---- https
 
 
@@ -582,25 +601,44 @@ def test_https_is_checked_by_name_and_carries_a_stream(certificate: tuple[Path, 
         await reader.read()
         writer.close()
 
-    async def main() -> tuple[Exchange, Exchange]:
+    async def main() -> tuple[Exchange, Exchange, Exchange]:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # the refused handshake
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(cert, key)
         server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
         url = f"https://localhost:{server.sockets[0].getsockname()[1]}/v1"
-        trusting, wary = wire_to(url, cafile=str(cert)), wire_to(url)
-        got = await trusting.send(BODY), await wary.send(BODY)
-        trusting.close()
-        wary.close()
+        wires = wire_to(url, cafile=str(cert)), wire_to(url), wire_to(url, insecure=True)
+        trusting, wary, credulous = wires
+        got = await trusting.send(BODY), await wary.send(BODY), await credulous.send(BODY)
+        for wire in wires:
+            wire.close()
         await asyncio.sleep(0.05)
         server.close()
         return got
 
-    trusted, refused = run(main())
+    trusted, refused, believed = run(main())
+    assert believed.ended == COMPLETE, believed.error
     assert trusted.ended == COMPLETE, trusted.error
     assert 0 < trusted.sent_ns <= trusted.first_token_ns
+    assert trusted.connect_ns > 0
     assert refused.ended == CONNECT_ERROR
     assert "certificate" in refused.error.lower()
+
+
+def test_a_connection_a_request_where_none_is_to_be_reused() -> None:
+    with Scripted([(0, SSE_HEAD + sse(token("a"), FINISH) + END)]) as server:
+
+        async def main() -> list[Exchange]:
+            wire = wire_to(server.url, reuse=False)
+            got = [await wire.send(BODY) for _ in range(4)]
+            wire.close()
+            return got
+
+        got = asyncio.run(main())
+    assert [e.ended for e in got] == [COMPLETE] * 4
+    assert server.connections == 4
+    assert all(s.headers["connection"] == "close" for s in server.requests)
+    assert not any(e.reconnects for e in got)
 
 
 def test_a_file_without_certificates_is_refused(tmp_path: Path) -> None:

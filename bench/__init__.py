@@ -1,0 +1,1 @@
+"""Measures the client: beside other tools of the field, and by itself."""

@@ -1,0 +1,86 @@
+"""Checks of this client: whether it, and not the target, was the limit, and how far its stamps can be trusted."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from llm_bench import windows
+from llm_bench.facts import Facts
+from llm_bench.series import NOTHING, SERIES, events_in
+
+MAX_LAG_MS = 10.0  # the client's own lateness, p99
+MAX_LAG_SHARE = 0.05  # its mean, against the mean TTFT of the same requests
+LEAST_SLOTS_SHARE = 0.9  # of a closed loop's slots that are at the server, on average
+MAX_CPU_SHARE = 0.85
+MAX_CEILING_SHARE = 0.8  # of what `selfcheck` found that a core of this machine can take
+
+LATE, BUSY, LIMITED = "client lateness", "client busy", "client limited"
+CLIENT_LIMITED = (LATE, BUSY, LIMITED)  # under any of these the figures say no more than what the client could do
+
+
+def _lateness(f: Facts) -> str:
+    """A share of means, of the same requests: both are sums, so the share is that of the time users waited."""
+    lag = SERIES["lag_client"].of(f.cell, NOTHING).values
+    sent = f.due & ~np.isnan(lag)
+    if not sent.any():
+        return ""
+    name = "e2e" if np.isnan(SERIES["ttft"].of(f.cell, NOTHING).values[f.ok]).all() else "ttft"
+    waited = SERIES[name].of(f.cell, NOTHING).values
+    both = f.ok & ~np.isnan(lag) & ~np.isnan(waited)
+    mine, whole = (float(x[both].mean()) if both.any() else 0.0 for x in (lag, waited))
+    p99, found = float(np.quantile(lag[sent], 0.99)), []
+    if mine > MAX_LAG_SHARE * whole:
+        found.append(f"{mine / whole:.0%} of {name.upper()} is this client's own (mean {mine:.2f} of {whole:.2f} ms)")
+    if p99 > MAX_LAG_MS:
+        found.append(f"p99 of its delay is {p99:.2f} ms")
+    return f"{', '.join(found)}. Lower the load, or use a quieter or faster machine" if found else ""
+
+
+def _idle_slots(f: Facts) -> str:
+    """A slot is a request at the server, but where users think, and where requests left no record."""
+    slots = f.header("load").get("concurrency")
+    if not slots or not f.window.opened or not f.cell.complete:
+        return ""
+    if windows.has_sessions(f.cell) or f.cell.among("outcome", "dropped").any():
+        return ""
+    at_server = f.figure("in_flight") or 0.0
+    if at_server >= LEAST_SLOTS_SHARE * slots:
+        return ""
+    connecting = float(f.cell["connect_ns"][f.due].sum()) / 1e9 / f.window.seconds
+    limit, advice = "the client", "Use a quieter or faster machine"
+    if at_server + connecting >= LEAST_SLOTS_SHARE * slots:
+        limit, advice = "connecting anew", "Let connections be kept alive"
+    found = f"on average {at_server:.1f} of {slots} slots were at the server"
+    return f"{found}: {limit}, not the target, was the limit. {advice}"
+
+
+def _busy(f: Facts) -> str:
+    """Of several workers the one whose event loop was the latest: what it stamped is in the figures too."""
+    lag = max([f.ended("loop_lag_p99_ms"), *(f.end.get("worker_loop_lag_ms") or [])])
+    cpu = f.ended("client_cpu_share")
+    found = [f"its event loop ran {lag:.1f} ms late (p99)"] if lag > MAX_LAG_MS else []
+    found += [f"it used {cpu:.0%} of a core"] if cpu > MAX_CPU_SHARE else []
+    return f"{' and '.join(found)}. Stamps may be late; lower the load" if found else ""
+
+
+def _limited(f: Facts) -> str:
+    ceiling, workers = f.end.get("ceiling") or {}, int(f.ended("workers")) or 1
+    ended = windows.attempted(f.cell) & (f.cell["end_ns"] >= f.window.start_ns) & (f.cell["end_ns"] < f.window.end_ns)
+    counted = {"events": int(events_in(f.cell, f.window).sum()), "requests": int(ended.sum())}
+    found = []
+    for what, count in counted.items():
+        most, rate = workers * (ceiling.get(f"{what}_per_s") or 0.0), count / f.window.seconds
+        if most and rate > MAX_CEILING_SHARE * most:
+            found.append(f"{rate:,.0f} of at most {most:,.0f} {what}/s ({rate / most:.0%})")
+    if not found:
+        return ""
+    cores = "one core" if workers == 1 else f"{workers} cores"
+    return f"it took {' and '.join(found)} that selfcheck found {cores} of this machine to take. Use more --workers"
+
+
+CLIENT_CHECKS: dict[str, Callable[[Facts], str]] = {
+    LATE: _lateness,
+    "idle slots": _idle_slots,
+    BUSY: _busy,
+    LIMITED: _limited,
+}

@@ -1,0 +1,48 @@
+"""What a check of a cell may look at when it asks for reasons to distrust it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llm_bench import metrics
+from llm_bench.columns import Cell
+from llm_bench.metrics import Value
+from llm_bench.series import due_in, outcome_in
+from llm_bench.windows import Window
+
+STOPPED = {"interrupted": "the run was interrupted", "target gone": "the target no longer answered"}
+
+
+class Facts(NamedTuple):
+    """What a check may look at. `end`: how the driver says the cell ended, {} after a crash."""
+
+    cell: Cell
+    window: Window
+    siblings: Sequence[Cell]  # the other cells of the run
+    values: Sequence[Value]  # the figures asked for
+    end: Mapping[str, Any]
+
+    @property
+    def due(self) -> np.ndarray:
+        return due_in(self.cell, self.window)
+
+    @property
+    def ok(self) -> np.ndarray:
+        return np.asarray(self.due & outcome_in(self.cell, "ok"))
+
+    @property
+    def stopped(self) -> str:
+        """What ended the cell before its time, in words: no setting of the user's would have helped."""
+        return STOPPED.get(self.end.get("reason") or "", "" if self.cell.complete else "the records break off")
+
+    def ended(self, name: str) -> float:
+        """A number of the driver's last word, 0 where it did not say it."""
+        return float(self.end.get(name) or 0)
+
+    def header(self, section: str) -> Mapping[str, Any]:
+        found = self.cell.header.get(section)
+        return found if isinstance(found, Mapping) else {}
+
+    def figure(self, name: str) -> float | None:
+        return metrics.compute(name, self.cell, self.window).value
