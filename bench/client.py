@@ -52,7 +52,7 @@ class Truth(NamedTuple):
     gap_ms: tuple[float | None, float | None]
     mean_gap_ms: tuple[float | None, float | None]
     late_ms: float  # p99 of the server's own lateness against its schedule
-    written: dict[str, list[int]]
+    by_id: dict[str, tuple[int, list[int]]]  # when read, when each event was written
 
 
 def read_truth(lines: Iterable[str], load: Load, requests: int) -> Truth:
@@ -78,7 +78,7 @@ def read_truth(lines: Iterable[str], load: Load, requests: int) -> Truth:
         gap_ms=points(gaps),
         mean_gap_ms=points(means),
         late_ms=float(np.percentile(late, 99)) / 1e6,
-        written={a["request_id"]: a["write_ns"] for a in measured},
+        by_id={a["request_id"]: (a["read_ns"], a["write_ns"]) for a in measured},
     )
 
 
@@ -102,8 +102,8 @@ def once(name: str, row: Rival, load: Load, requests: int, home: Path, words: Pa
         printed = (out / "printed").read_text(errors="replace")
         try:
             truth = read_truth((out / "truth.jsonl").read_text().splitlines(), load, requests)
-            facts |= _beside(truth, Claim(None), load) | {"start_s": (truth.first_ns - ran.begun_ns) / 1e9}
-            facts |= _beside(truth, row.read(out, printed), load)
+            facts |= beside(truth, Claim(None), load) | {"start_s": (truth.first_ns - ran.begun_ns) / 1e9}
+            facts |= beside(truth, row.read(out, printed), load)
         except (OSError, ValueError, LookupError) as e:
             last = printed.strip().splitlines()[-1:] or ["nothing printed"]
             facts["note"] = f"no result: {type(e).__name__}: {e}; its last line: {_anywhere(last[0][:200], places)}"
@@ -119,7 +119,7 @@ def _anywhere(word: str, places: dict[str, str]) -> str:
     return word
 
 
-def _beside(truth: Truth, claim: Claim, load: Load) -> dict[str, Any]:
+def beside(truth: Truth, claim: Claim, load: Load) -> dict[str, Any]:
     """A client's percentiles minus the server's, ms; None where either has none."""
     gaps = truth.gap_ms if claim.gap_of == "events" else truth.mean_gap_ms
     facts: dict[str, Any] = {
@@ -130,14 +130,18 @@ def _beside(truth: Truth, claim: Claim, load: Load) -> dict[str, Any]:
         for q, a, b in zip(("p50", "p99"), said, true, strict=True):
             facts[f"{kind}_error_{q}_ms"] = None if a is None or b is None else a - b
     if claim.stamps:
-        late = [np.asarray(claim.stamps[i]) - w for i, w in truth.written.items() if i in claim.stamps]
-        facts["stamp_after_write_p50_ms"], facts["stamp_after_write_p99_ms"] = points(np.concatenate(late))
+        both = [(claim.stamps[i], true) for i, true in truth.by_id.items() if i in claim.stamps]
+        on_the_way = np.array([read - sent for (sent, _), (read, _) in both])
+        back = np.concatenate([came - written for (_, came), (_, written) in both])
+        for name, ns in (("read_after_sent", on_the_way), ("stamp_after_write", back)):
+            facts[f"{name}_p50_ms"], facts[f"{name}_p99_ms"] = points(ns)
     return facts
 
 
 _FROM_LARGE = (
     "start_s", "ttft_error_p50_ms", "ttft_error_p99_ms", "gap_error_p50_ms", "gap_error_p99_ms", "events_per_s",
-    "server_late_p99_ms", "stamp_after_write_p50_ms", "stamp_after_write_p99_ms",
+    "server_late_p99_ms", "read_after_sent_p50_ms", "read_after_sent_p99_ms", "stamp_after_write_p50_ms",
+    "stamp_after_write_p99_ms",
 )  # fmt: skip
 
 

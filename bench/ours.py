@@ -26,7 +26,8 @@ def _read(out: Path, printed: str) -> Claim:
     rows = [cell.event_ns[a:b] for a, b in zip(cell.offsets[:-1], cell.offsets[1:], strict=True)]
     ttft = [row[0] - sent for row, sent, good in zip(rows, cell["sent_ns"], ok, strict=True) if good]
     gaps = [gap for row, good in zip(rows, ok, strict=True) if good for gap in np.diff(row)]
-    stamps = {name: row for name, row, good in zip(cell["request_id"], rows, ok, strict=True) if good}
+    each = zip(cell["request_id"], cell["sent_ns"], rows, ok, strict=True)
+    stamps = {name: (sent, row) for name, sent, row, good in each if good}
     return Claim(int(ok.sum()), points(ttft), points(gaps), stamps=stamps)
 
 

@@ -31,7 +31,7 @@ class Claim(NamedTuple):
     ttft_ms: Pair = (None, None)
     gap_ms: Pair = (None, None)
     gap_of: str = "events"  # "requests": of each request's mean gap
-    stamps: Mapping[str, Any] | None = None  # request id -> its event stamps in ns, where records give them
+    stamps: Mapping[str, tuple[int, Any]] | None = None  # request id -> when sent, when each event came, in ns
 
 
 class Rival(NamedTuple):

@@ -9,6 +9,11 @@ _HEAD = """# The client beside others
 Written by `python -m bench.client`; do not edit. What each column means, and what each tool needed: `bench/README.md`.
 """
 
+_ON_THE_WAY = {
+    "read_after_sent": "from our sent stamp to the server's read of the request",
+    "stamp_after_write": "from the server's write of an event to our stamp of it",
+}
+
 
 def render(facts: dict[str, Any]) -> str:
     machine = facts["machine"]
@@ -80,12 +85,13 @@ def _claimed(row: dict[str, Any]) -> str:
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
-    lines = []
+    lines: list[str] = []
     late = [_median(row["server_late_p99_ms"], 0.0) for row in found.values()]
     lines += ["", f"The server's own lateness, p99: {min(late):.2f} to {max(late):.2f} ms, whoever the client."]
     for name, row in found.items():
-        if row["stamp_after_write_p99_ms"]:
-            p50, p99 = (row[f"stamp_after_write_{q}_ms"][0] for q in ("p50", "p99"))
-            lines.append(f"{name}: an event's stamp comes {p50:.3f} / {p99:.3f} ms (p50 / p99) after its write.")
+        for key, what in _ON_THE_WAY.items():
+            if row.get(f"{key}_p99_ms"):
+                p50, p99 = (row[f"{key}_{q}_ms"][0] for q in ("p50", "p99"))
+                lines.append(f"{name}: {what}: {p50:.3f} / {p99:.3f} ms (p50 / p99).")
         lines += [f"{name}: {note}" for note in row["notes"]]
     return lines

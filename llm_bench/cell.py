@@ -39,6 +39,7 @@ class Options:
     reuse_prompts: bool = False
     stream: bool = True
     keep_bytes: int = 0
+    connect_per_request: bool = False
     ready_s: float = 30.0
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -46,10 +47,16 @@ class Options:
         return asdict(self) | {"out": str(self.out)}
 
 
+def cell_name(number: int, target: Target, load: Load) -> str:
+    """Of a cell and its files."""
+    slug = "".join(c if c.isalnum() or c in "=.-" else "-" for c in f"{target.name}-{load.label}")
+    return f"{number:03d}-{slug}"
+
+
 class Cell:
     """The state of one cell. `number` is its place in the run, `run_id` random: no two cells have equal prompts.
 
-    `exact`: the target's tokenizer, where one is declared.
+    `exact`: the target's tokenizer, where one is declared. `attempt`: earlier tries at this cell that were set aside.
     """
 
     def __init__(
@@ -62,10 +69,10 @@ class Cell:
         requests: list[Request],
         load: Load,
         exact: prompts.Exact | None = None,
+        attempt: int = 0,
     ) -> None:
         self.options, self.target, self.found, self.load = options, target, found, load
-        slug = "".join(c if c.isalnum() or c in "=.-" else "-" for c in f"{target.name}-{load.label}")
-        self.name = f"{number:03d}-{slug}"
+        self.name = cell_name(number, target, load)
         self.dialect = DIALECTS[target.api]
         outs = [r.tokens_out for r in requests if r.tokens_out] or [1]
         # What a mean request would take alone, by the one short probe: good enough to spread a first wave.
@@ -82,9 +89,9 @@ class Cell:
         kept = plan.within(rows, due_ns, options.duration_s)
         self.requests, self.due_ns = [rows[i] for i in kept], due_ns[kept]
         # No cell meets the cache of the one before: the salt decides the first words of every prompt.
-        salt = f"seed {options.seed}" if options.reuse_prompts else f"{run_id} {number}"
+        salt = f"seed {options.seed}" if options.reuse_prompts else f"{run_id} {number} {attempt}"
         self._salts = [f"{salt} lap {laps[i]}" for i in kept]
-        self._request_ids = f"{run_id}-{number}-"
+        self._request_ids = f"{run_id}-{number}-" + (f"{attempt}-" if attempt else "")
         self._sizer = found.sizer
         self._count_tokens: Callable[[str], int] | None = None
         if exact is not None:

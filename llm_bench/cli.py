@@ -58,6 +58,8 @@ Api = Annotated[str, typer.Option(help="Protocol: a row of the README's table; d
 Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
 KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the targets' API key.")]
 Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
+Ca = Annotated[str, typer.Option(help="PEM file of a private authority for https.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Believe any https certificate; the records say so.")]
 MaxLen = Annotated[int, typer.Option(help="Context limit in tokens; default: what the target says.")]
 Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
 Metrics = Annotated[str, typer.Option(help="Comma-separated names of README's table Metrics, e.g. ttft_p95.")]
@@ -87,6 +89,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "stall_timeout": _SECONDS,
     "total_timeout": _SECONDS,
     "keep_bytes": (0, 1_000_000_000),
+    "workers": (1, 1024),
     "fail_on_error_rate": (0, 1),
 }
 
@@ -190,6 +193,11 @@ def run(
     key_env: KeyEnv = "",
     tokenizer: Tokenizer = "",
     max_model_len: MaxLen = 0,
+    ca: Ca = "",
+    insecure: Insecure = False,
+    connect_per_request: Annotated[
+        bool, typer.Option("--connect-per-request", help="A new connection for each request.")
+    ] = False,
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds; 0: none.")] = 10.0,
@@ -206,6 +214,10 @@ def run(
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
     format: Format = "terminal",  # noqa: A002
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
+    workers: Annotated[str, typer.Option(help="Processes that share each cell: a number, or auto.")] = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish the run in --out: measure its missing cells.")
+    ] = False,
 ) -> None:
     """Replay a trace against targets at each load, and report.
 
@@ -224,9 +236,12 @@ def run(
     loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
     names = report.parse_metrics(metrics)
     report.check_format(format)
-    chosen = known.parse(targets, targets_file, _given(api, model, key_env, tokenizer, max_model_len))
+    chosen = known.parse(targets, targets_file, _given(context.params))
     limits = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
-    job = runs.Job(chosen, loads, trace, trace_format, block_size, skip_bad)
+    if resume and out is None:
+        raise BenchError("--resume: give the run's folder with --out, and what it was begun with")
+    crew = 0 if workers == "auto" else _numbers(workers, "workers", int)[0]
+    job = runs.Job(chosen, loads, trace, trace_format, block_size, skip_bad, crew, resume)
     options = Options(
         out=out or _new_folder([t.name for t in chosen]),
         requests=requests,
@@ -240,6 +255,7 @@ def run(
         reuse_prompts=reuse_prompts,
         stream=not no_stream,
         keep_bytes=keep_bytes,
+        connect_per_request=connect_per_request,
         ready_s=ready_timeout,
         timeouts=Timeouts(*(limit or None for limit in limits)),
     )
@@ -251,10 +267,15 @@ def run(
     raise typer.Exit(_exit_code(ended, report.verdict(found), fail_on_error_rate, fail_on_doubt, say))
 
 
-def _given(api: str, model: str, key_env: str, tokenizer: str, max_model_len: int) -> dict[str, Any]:
+# Flags that are fields of a target -> the field's name.
+_FIELDS = {name: name for name in ("api", "model", "key_env", "tokenizer", "max_model_len", "insecure")} | {
+    "ca": "cafile"
+}
+
+
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a target that were given as flags."""
-    fields = {"api": api, "model": model, "key_env": key_env, "tokenizer": tokenizer, "max_model_len": max_model_len}
-    return {name: value for name, value in fields.items() if value}
+    return {field: params[flag] for flag, field in _FIELDS.items() if params[flag]}
 
 
 def _exit_code(ended: Any, verdict: Any, limit: float, fail_on_doubt: bool, say: Callable[[str], None]) -> int:
@@ -262,6 +283,8 @@ def _exit_code(ended: Any, verdict: Any, limit: float, fail_on_doubt: bool, say:
         return 130
     if ended.gone:
         return 4
+    if ended.died:
+        return 5
     bad = [name for name, ok, rate in verdict.cells if not ok or rate > limit]
     if bad:
         say(f"failed: no ok request, or an error rate over {limit:.0%}, in {', '.join(bad)}")
@@ -304,6 +327,8 @@ def check(
     key_env: KeyEnv = "",
     tokenizer: Tokenizer = "",
     max_model_len: MaxLen = 0,
+    ca: Ca = "",
+    insecure: Insecure = False,
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
 ) -> None:
@@ -320,7 +345,7 @@ def check(
 
     _check_numbers(context.params)
     say, _ = terminal.voice()
-    chosen = known.parse(targets, targets_file, _given(api, model, key_env, tokenizer, max_model_len))
+    chosen = known.parse(targets, targets_file, _given(context.params))
     for declared in chosen:
         if declared.tokenizer:
             prompts.exact(declared.tokenizer)  # refused here, not in a run
@@ -334,6 +359,35 @@ def check(
         with console.capture() as shown:
             console.print(table)
         terminal.show(shown.get())
+
+
+@app.command()
+def selfcheck() -> None:
+    """Measure this client against a server with known times.
+
+    How late its stamps are, how late it sends, what a core of this machine carries. `run` reads the result, and says of
+    a cell that came close to it that the client was the limit. Half a minute; best on an idle machine.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from llm_bench import calibration
+    from llm_bench import selfcheck as check
+
+    say, live = terminal.voice()
+    found = check.run(check.STEPS, say, live)
+    table = Table(title="This client on this machine", title_justify="left", box=box.SIMPLE)
+    for heading in check.HEADINGS:
+        table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
+    for row in check.rows(found):
+        table.add_row(*row)
+    console = Console(width=max(Console().width, 90))
+    with console.capture() as shown:
+        console.print(table)
+    calibration.save({name: f._asdict() for name, f in found.items()}, check.ceiling(found))
+    terminal.show(shown.get() + check.LEGEND)
+    say(f"kept in {calibration.store()}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import shutil
 import signal
 import time
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llm_bench import clock, driver, limits, records, retry, shards, targets, wire
+from llm_bench import calibration, clock, driver, limits, records, retry, shards, targets, wire
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
+from llm_bench.host import cores
 from llm_bench.plan import Plan
 from llm_bench.records import DISK_ERRORS, Writer
 from llm_bench.shards import Board, SharedSlots
@@ -23,6 +25,9 @@ GONE_AFTER = 20  # refused connections in a row, none answered between: then the
 TICK_S = 0.25  # progress and records to disk, at 4 Hz
 LAG_TICK_S = 0.02  # how late the event loop is: looked at 50 times a second, for a thousandth of a core
 MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
+
+UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of what a core of 2023 was seen to carry
+SHARE_OF_A_CORE = 0.5  # a worker that is busier than this stamps late now and then
 
 Say = Callable[[str], None]
 
@@ -53,8 +58,10 @@ def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers:
             say(f"{cell.name}: {line}")
         facts = {**header, **_facts(cell, work, workers)}
         if workers == 1:
-            return _drive(cell, work, facts, Part(cell.name), live)
-        return _share(cell, work, facts, workers, say, live)
+            end = _drive(cell, work, facts, Part(cell.name), live)
+        else:
+            end = _share(cell, work, facts, workers, say, live)
+        return end | {"workers": workers, "ceiling": calibration.ceiling()}
     except OSError as e:
         if e.errno not in DISK_ERRORS:
             raise
@@ -75,8 +82,20 @@ def _check_disk(folder: Path, cell: Cell) -> None:
 
 
 def crew(cell: Cell, asked: int) -> int:
-    """Workers that have something to do: no more than slots, places under the cap, or conversations."""
-    places = cell.load.concurrency or cell.load.max_in_flight or asked
+    """Workers: as asked, 0 as many as the load seems to need; with no more than slots, places or conversations.
+
+    By the probe: what the streams would send, alone as fast as they go, against half of what a core is known to carry.
+    """
+    load = cell.load
+    if not asked:
+        core = calibration.ceiling() or UNCALIBRATED
+        tokens = float(np.mean([r.tokens_out or 1 for r in cell.requests]))
+        requests_per_s = load.rate or (load.concurrency or 1) / max(cell.alone_s, 1e-4)
+        if load.speed is not None:
+            requests_per_s = len(cell.requests) / max(float(cell.due_ns.max()) / 1e9, 1.0)
+        busy = requests_per_s * tokens / core["events_per_s"] + requests_per_s / core["requests_per_s"]
+        asked = min(math.ceil(busy / SHARE_OF_A_CORE), max(1, cores() - 1))
+    places = load.concurrency or load.max_in_flight or asked
     return max(1, min(asked, places, sum(r.turn == 0 for r in cell.requests)))
 
 
@@ -180,6 +199,8 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
         options.timeouts,
         cell.dialect.is_token if options.stream else None,
         cafile=cell.target.cafile or None,
+        insecure=cell.target.insecure,
+        reuse=not options.connect_per_request,
     )
     send = retry.retrying(line.send, options.retries, options.timeouts.total_s)
     gauge = driver.Gauge()
@@ -323,28 +344,35 @@ def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: 
         "counts": {name: sum(e["counts"][name] for e in ends) for name in cell.counts},
     }
     end |= {name: sum(e[name] for e in ends) for name in ("turns_not_sent", "cut", "client_cpu_s")}
-    for outcome in outcomes:
-        if outcome.died:
-            lost = _account_for(cell, facts, board, outcome)
-            end["reason"] = f"worker {outcome.worker} {outcome.died}"
-            say(f"{cell.name}: worker {outcome.worker} {outcome.died}; {lost} requests that it had begun are lost")
+    dead = [o for o in outcomes if o.died]
+    if dead:
+        lost = _account_for(cell, facts, board, dead)
+        for outcome in dead:
+            say(f"{cell.name}: worker {outcome.worker} {outcome.died}")
+        say(
+            f"{cell.name}: {lost} requests that they had begun are lost with them"
+            if lost
+            else f"{cell.name}: none lost"
+        )
+        end["reason"] = f"worker {dead[0].worker} {dead[0].died}"
     return end
 
 
-def _account_for(cell: Cell, facts: Mapping[str, Any], board: Board, outcome: shards.Outcome) -> int:
-    """Records of what a dead worker had begun and not written: cut, with the reason. Returns how many."""
-    name = f"{cell.name}.w{outcome.worker}"
-    path = cell.options.out / f"{name}.arrow"
-    written = set(records.read(path)["index"].tolist()) if path.exists() else set()
-    begun = np.flatnonzero(board.taken == outcome.worker + 1).tolist()
-    now = clock.now_ns()
-    writer = Writer(cell.options.out / f"{name}.lost.arrow", {**facts, "worker": outcome.worker})
-    lost = [row for row in begun if row not in written]
-    for row in lost:
-        record = cell.record(driver.Flight(row, int(board.due_ns[row]), 0, None))
-        record.outcome, record.end_ns = "cut_at_end", now
-        record.error = f"lost with worker {outcome.worker}, {outcome.died}"
-        record.labels = ["lost with its worker"]
-        writer.write(record)
+def _account_for(cell: Cell, facts: Mapping[str, Any], board: Board, dead: list[shards.Outcome]) -> int:
+    """Records of what dead workers had begun and not written: cut, with the reason. Returns how many."""
+    now, lost = clock.now_ns(), 0
+    writer = Writer(cell.options.out / f"{cell.name}.lost.arrow", dict(facts))
+    for outcome in dead:
+        path = cell.options.out / f"{cell.name}.w{outcome.worker}.arrow"
+        written = set(records.read(path)["index"].tolist()) if path.exists() else set()
+        for row in np.flatnonzero(board.taken == outcome.worker + 1).tolist():
+            if row in written:
+                continue
+            record = cell.record(driver.Flight(row, int(board.due_ns[row]), 0, None))
+            record.outcome, record.end_ns = "cut_at_end", now
+            record.error = f"lost with worker {outcome.worker}, {outcome.died}"
+            record.labels = ["lost with its worker"]
+            writer.write(record)
+            lost += 1
     writer.close()
-    return len(lost)
+    return lost

@@ -3,23 +3,19 @@
 Everything that a cell measured is on disk before the next begins; `run.json` names the cells and how each ended.
 """
 
-import json
-import secrets
 import signal
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_bench import __version__, clock, plan, probe, prompts, targets, trace
-from llm_bench.cell import Cell, Options
+from llm_bench import plan, probe, prompts, targets, trace
+from llm_bench.book import Book
+from llm_bench.cell import Cell, Options, cell_name
 from llm_bench.errors import BenchError
-from llm_bench.host import host
 from llm_bench.measure import Say, measure
 from llm_bench.plan import Load
-from llm_bench.records import DISK_ERRORS
 from llm_bench.request import Trace
 from llm_bench.targets import Target
 
@@ -34,7 +30,8 @@ class Job:
     format: str | None = None
     block_size: int | None = None
     skip_bad: int = 0
-    workers: int = 1  # processes that share each cell
+    workers: int = 1  # processes that share each cell; 0: as many as the load seems to need
+    resume: bool = False  # finish the run in the folder
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,7 @@ class Ended:
 
     interrupted: bool = False
     gone: str = ""  # the target that no longer answers
+    died: str = ""  # "worker 3 killed by signal 9"
 
 
 def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
@@ -69,8 +67,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
         plan.due_times(rows.requests, load, options.seed)
     if options.requests and not options.loop_trace and len(rows.requests) < options.requests:
         say(f"trace: it has {len(rows.requests)} requests, fewer than --requests {options.requests}: each is sent once")
-    _make_folder(options.out)
-    book = Book(job, options, rows)
+    book = Book(options.out, _asked(job, options, rows), resume=job.resume)
     with ExitStack() as stack:
         _stop_on_term()
         ready = []
@@ -83,81 +80,42 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             if effect:
                 say(f"{target.name}: {effect}")
             ready.append((target, found, requests, effect))
-        for target, found, requests, effect in ready:
-            for load in job.loads:
-                number = len(book.facts["cells"])
-                cell = Cell(options, book.run_id, number, target, found, requests, load, exact.get(target.name))
-                book.begin_cell(cell.name, {"target": target.name, "load": cell.load_facts()})
-                end = measure(cell, book.header({"too_long": effect}), say, live, job.workers)
-                _stop_on_term()
-                book.end_cell(cell.name, end)
-                if end["turns_not_sent"]:
-                    say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
-                if end["reason"] == "interrupted":
-                    return Ended(interrupted=True)
-                if end["reason"] == "target gone":
-                    say(f"{target.name} no longer answers; what was measured is in {options.out}")
-                    return Ended(gone=target.name)
+        cells = ((*facts, load) for facts in ready for load in job.loads)
+        for number, (target, found, requests, effect, load) in enumerate(cells):
+            name = cell_name(number, target, load)
+            if book.is_done(name):
+                say(f"{name}: done before")
+                continue
+            attempt = book.attempt(name)
+            cell = Cell(options, book.run_id, number, target, found, requests, load, exact.get(target.name), attempt)
+            book.begin_cell(name, {"target": target.name, "load": cell.load_facts()})
+            end = measure(cell, book.header({"too_long": effect}), say, live, job.workers)
+            _stop_on_term()
+            book.end_cell(name, end)
+            if end["turns_not_sent"]:
+                say(f"{name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
+            if end["reason"] == "interrupted":
+                return Ended(interrupted=True)
+            if end["reason"] == "target gone":
+                say(f"{target.name} no longer answers; what was measured is in {options.out}")
+                return Ended(gone=target.name)
+            if end["reason"].startswith("worker "):
+                say(f"{end['reason']}; what was measured is in {options.out}, --resume measures the rest")
+                return Ended(died=end["reason"])
     return Ended()
+
+
+def _asked(job: Job, options: Options, rows: Trace) -> dict[str, Any]:
+    trace_facts = {"path": rows.path, "format": rows.format, "notes": rows.notes}
+    return {
+        "settings": options.public(),
+        "targets": [target.name for target in job.targets],
+        "declared": [target.public() for target in job.targets],
+        "loads": [load.label for load in job.loads],
+        "trace": trace_facts | {"rows": len(rows.requests), "skipped": rows.skipped},
+    }
 
 
 def _stop_on_term() -> None:
     """Outside a cell SIGTERM ends a run as Ctrl-C does. A cell's event loop has its own handlers, and leaves none."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise BenchError(f"--out {out}: the folder is not empty; give a new name, nothing is overwritten")
-    except OSError as e:
-        raise BenchError(f"--out {out}: {e.strerror}") from None
-
-
-class Book:
-    """run.json: what was asked, on what machine, how each cell ended. Written anew, atomically, after each cell."""
-
-    def __init__(self, job: Job, options: Options, rows: Trace) -> None:
-        self.path = options.out / "run.json"
-        self.run_id = secrets.token_hex(4)
-        self.facts: dict[str, Any] = {
-            "llm_bench_run": 1,
-            "run_id": self.run_id,
-            "version": __version__,
-            "command": sys.argv[1:],
-            "anchor": list(clock.anchor()),
-            "host": host(),
-            "settings": options.public(),
-            "targets": [target.name for target in job.targets],
-            "loads": [load.label for load in job.loads],
-            "trace": {"path": rows.path, "format": rows.format, "notes": rows.notes}
-            | {"rows": len(rows.requests), "skipped": rows.skipped},
-            "cells": [],
-        }
-        self.save()
-
-    def header(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What a record file says of the run, so that it can be read alone."""
-        facts = {key: value for key, value in self.facts.items() if key != "cells"}
-        return facts | {"settings": {**facts["settings"], **settings}}
-
-    def begin_cell(self, name: str, facts: Mapping[str, Any]) -> None:
-        self.facts["cells"].append({"name": name, "file": f"{name}.arrow", **facts})
-        self.save()
-
-    def end_cell(self, name: str, end: Mapping[str, Any]) -> None:
-        next(c for c in self.facts["cells"] if c["name"] == name)["end"] = end
-        self.save()
-
-    def save(self) -> None:
-        part = self.path.with_suffix(".part")
-        try:
-            part.write_text(json.dumps(self.facts, indent=1, allow_nan=False) + "\n")
-            part.replace(self.path)
-        except ValueError as e:
-            raise BenchError(f"{self.path}: the settings cannot be stored: {e}") from None
-        except OSError as e:
-            if e.errno not in DISK_ERRORS:
-                raise
-            raise BenchError(f"{self.path}: {e.strerror}; what was measured before is readable there") from None

@@ -3,19 +3,16 @@
 Its stamps are compared with the server's own, taken on the same clock just before each write.
 """
 
-import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import orjson
 
-from llm_bench import __version__, probe, records, targets
+from llm_bench import probe, records, targets
 from llm_bench.cell import Cell, Options
-from llm_bench.host import host
 from llm_bench.measure import measure
 from llm_bench.plan import Load
 from llm_bench.request import Request
@@ -39,7 +36,7 @@ STEPS: dict[str, Step] = {
     "1 stream": Step(Load(concurrency=1), 20, 8, 20.0, 20.0),
     "64 streams": Step(Load(concurrency=64), 256, 64, 50.0, 20.0),
     "256 streams": Step(Load(concurrency=256), 1024, 64, 50.0, 20.0),
-    "pacing 1000/s": Step(Load(rate=1000.0, burstiness=None), 3000, 1),
+    "pacing": Step(Load(rate=1000.0, burstiness=None), 3000, 1),
     "requests": Step(Load(concurrency=32), 10_000, 1),
     "whole answers": Step(Load(concurrency=32), 3_000, 100),
 }
@@ -67,7 +64,7 @@ def run(steps: Mapping[str, Step], say: Say, live: Say) -> dict[str, Found]:
 
 
 def _step(name: str, step: Step, out: Path, say: Say, live: Say) -> Found:
-    out.mkdir()
+    out.mkdir(parents=True)
     truth = out / "truth.jsonl"
     times = ("--ttft-ms", f"{step.ttft_ms}", "--itl-ms", f"{step.itl_ms}", "--truth", str(truth))
     target = Target("null", api="openai-completions", launch=(*BUILT_IN["null"], *times))
@@ -112,30 +109,39 @@ def _p50_p99(values: np.ndarray) -> tuple[float, float]:
     return float(np.percentile(values, 50)), float(np.percentile(values, 99))
 
 
-def store() -> Path:
-    """Where this machine's calibration lies, so that `run` can say how close it came to the ceiling."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "llm-bench" / "selfcheck.json"
+def ceiling(found: Mapping[str, Found]) -> dict[str, float]:
+    """What one core carries: paced events, each a read of its own, and requests of one token."""
+    return {
+        "events_per_s": found["256 streams"].events_per_core_s,
+        "requests_per_s": found["requests"].requests_per_core_s,
+    }
 
 
-def save(found: Mapping[str, Found]) -> dict[str, Any]:
-    document = {"version": __version__, "host": host(), "steps": {name: f._asdict() for name, f in found.items()}}
-    path = store()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    return document
+def rows(found: Mapping[str, Found]) -> list[tuple[str, ...]]:
+    """What `llm-bench selfcheck` prints, under HEADINGS."""
+
+    def pair(values: tuple[float, float] | None) -> str:
+        return "–" if values is None else f"{values[0]:.2f} / {values[1]:.2f}"
+
+    return [
+        (
+            name,
+            pair(f.ttft_error_ms),
+            pair(f.gap_error_ms),
+            pair(f.lag_ms),
+            f"{f.cpu_per_1k_events_s:.4f}",
+            f"{f.requests_per_core_s:,.0f}",
+            f"{f.events_per_core_s:,.0f}",
+            f"{f.failed}" if f.failed else "0",
+        )
+        for name, f in found.items()
+    ]
 
 
-def ceiling() -> dict[str, float] | None:
-    """events/s and requests/s of one core here, from the last selfcheck on this CPU; None where there was none."""
-    try:
-        document = json.loads(store().read_text())
-        steps = document["steps"]
-        if document["host"]["cpu"] != host()["cpu"]:
-            return None
-        return {
-            "events_per_s": float(steps["256 streams"]["events_per_core_s"]),
-            "requests_per_s": float(steps["requests"]["requests_per_core_s"]),
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+HEADINGS = ("step", "TTFT error", "gap error", "lag", "CPU s/1k", "req/s", "events/s", "failed")
+LEGEND = (
+    "Errors and lag in ms, p50 / p99. TTFT error: the first token's stamp here minus the server's own, taken just\n"
+    "before its write. Lag: sent after due. CPU s/1k: CPU seconds per 1,000 token events, records written. req/s and\n"
+    "events/s: what one core would carry if it did nothing else. Streams of 50 tokens/s; `requests` and `whole\n"
+    "answers` come at once.\n"
+)

@@ -81,7 +81,8 @@ def interval(
 ) -> Interval | str:
     """The 95% interval of the q-quantile of `values` in due order, or the reason in words why there is none.
 
-    `samples`: their ess, where it is known already. q ± t9 · sqrt(q(1 - q) / ESS) on the probability axis, read off the sorted sample (METRICS.md, Statistics).
+    q ± t9 · sqrt(q(1 - q) / ESS) on the probability axis, read off the sorted sample (METRICS.md, Statistics).
+    `samples`: their ESS, where it is known already.
     """
     n, name = len(values), percent_name(q)
     if n < 2:

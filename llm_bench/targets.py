@@ -56,6 +56,7 @@ class Target:
     precision: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # into every request's body
     cafile: str = ""  # https with a private authority
+    insecure: bool = False  # https with any certificate
     launch: tuple[str, ...] = ()  # arguments of a server of ours
 
     def public(self) -> dict[str, Any]:
@@ -131,6 +132,7 @@ _TYPES: dict[str, tuple[type[Any], str]] = {
     "headers": (dict, "a table of texts"),
     "extra": (dict, "a table"),
     "max_model_len": (int, f"a whole number, 0 to {MAX_MODEL_LEN}"),
+    "insecure": (bool, "true or false"),
 }
 
 
@@ -219,10 +221,13 @@ def _printable(text: str) -> bool:
 def tls(target: Target) -> ssl.SSLContext:
     """What https is checked against. Raises BenchError for a `cafile` that is none."""
     try:
-        return ssl.create_default_context(cafile=target.cafile or None)
+        context = ssl.create_default_context(cafile=target.cafile or None)
     except OSError as e:
         why = "no certificates in it" if isinstance(e, ssl.SSLError) else e.strerror
         raise BenchError(f"target {target.name}: cafile {target.cafile}: {why}; expected a PEM file") from None
+    if target.insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def auth_headers(target: Target) -> list[tuple[str, str]]:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from bench import hotpath, table, tokenizer
-from bench.client import Load, loads, read_truth, summary
+from bench.client import Load, beside, loads, read_truth, summary
 from bench.ours import CONTROL, OURS, ROWS
 from bench.rivals import RIVALS
 from bench.row import Claim, Work
+from llm_bench.records import Record, Writer
 
 REPOSITORY = Path(__file__).parents[1]
 POINTS = {"successful": {"percentiles": {"p50": 51.5, "p99": 60.25}}}
@@ -195,6 +196,25 @@ def test_the_hot_path_is_measured_in_both_shapes(tmp_path: Path) -> None:
         assert facts[shape]["total_ns"] >= facts[shape]["read_ns"] > 0
     assert facts["one_event"]["python_calls"] > facts["whole"]["python_calls"] > 0
     assert len(hotpath.show(facts).splitlines()) == 2 + len(hotpath.STAGES) + 2
+
+
+def test_our_records_are_held_against_the_truth_request_by_request(tmp_path: Path) -> None:
+    ms = 10**6
+    (tmp_path / "run").mkdir()
+    writer = Writer(tmp_path / "run/000-x.arrow", {})
+    came = [2054 * ms, 2074 * ms, 2095 * ms]
+    writer.write(Record(0, "a", "ok", 1, sent_ns=2000 * ms - 500_000, end_ns=came[-1], event_ns=came))
+    writer.write(Record(1, "b", "failed", 1, sent_ns=2000 * ms, event_ns=[9000 * ms]))
+    writer.close()
+    claim = ROWS[OURS].read(tmp_path, "")
+    assert claim.ok == 1
+    assert claim.ttft_ms == pytest.approx((54.5, 54.5))
+    assert claim.gap_ms == pytest.approx((20.5, 20.99))
+    (line,) = _truth((2000, [2051, 2071, 2091]))
+    facts = beside(read_truth([line.replace('""', '"a"')], LOAD, 1), claim, LOAD)
+    assert facts["ttft_error_p50_ms"] == pytest.approx(3.5)
+    assert facts["read_after_sent_p50_ms"] == pytest.approx(0.5)
+    assert facts["stamp_after_write_p50_ms"] == pytest.approx(3.0)
 
 
 def test_the_control_counts_what_it_was_asked_for(tmp_path: Path) -> None:

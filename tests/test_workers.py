@@ -1,0 +1,252 @@
+"""Several processes, one measurement; runs that are finished later; the client's own limits. On the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_bench import calibration, probe, records, results, selfcheck, targets
+from llm_bench.cell import Cell, Options
+from llm_bench.measure import crew, measure
+from llm_bench.plan import Load
+from llm_bench.request import Request
+from tests.bench import bench, command, environment, good, llm_server, prompt_of, rows, trace_file
+from tests.scripted import Scripted
+
+
+@pytest.mark.parametrize(("concurrency", "workers"), [(45, 8), (3, 8), (1, 8)])
+def test_concurrency_over_workers_is_the_concurrency(tmp_path, concurrency, workers):
+    with Scripted(llm_server(lambda n, seen: good(seen, 40))) as server:
+        trace = trace_file(tmp_path, rows(9 * concurrency))
+        ran = bench(
+            server.url, tmp_path, trace, "--concurrency", f"{concurrency}", "--workers", f"{workers}",
+            "--metrics", "in_flight,error_rate",
+        )  # fmt: skip
+        assert server.peak == concurrency
+    assert ran.rc == 0, ran.err
+    cell = records.read_cell(ran.folder, ran.cell()["name"])
+    assert cell.n == 9 * concurrency
+    assert sorted(cell["index"]) == list(range(9 * concurrency))  # each request once, whoever sent it
+    assert (cell["outcome"] == "ok").all()
+    assert ran.value("in_flight") == pytest.approx(concurrency, rel=0.1)
+    assert "broken identity" not in {d["kind"] for d in ran.cell()["doubts"]}
+
+
+def test_an_open_loop_is_shared_without_a_request_lost_or_sent_twice(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen, 10))) as server:
+        trace = trace_file(tmp_path, rows(120, gap_s=0.01))
+        ran = bench(server.url, tmp_path, trace, "--replay", "--workers", "3", "--warmup", "0")
+        sent = [s for s in server.requests if "x-request-id" in s.headers]
+    assert ran.rc == 0, ran.err
+    cell = records.read_cell(ran.folder, ran.cell()["name"])
+    assert len(sent) == len({prompt_of(s) for s in sent}) == cell.n == 120
+    due_ms = (np.sort(cell["due_ns"]) - cell["due_ns"].min()) / 1e6
+    assert due_ms.tolist() == pytest.approx([10.0 * i for i in range(120)])  # one clock, one start
+    assert len(list(ran.folder.glob("*.arrow"))) == 3
+
+
+def _running(folder: Path, url: str, *more: str):
+    trace = trace_file(folder, rows(4000))
+    return subprocess.Popen(
+        command("run", "--targets", f"t={url}", "--trace", trace, "--concurrency", "6", "--out", folder / "run",
+                "--format", "json", *more),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment(),
+    )  # fmt: skip
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_is_named_and_what_it_had_begun_is_accounted_for(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen, 30))) as server:
+        running = _running(tmp_path, server.url, "--workers", "3")
+        _wait(lambda: sum("x-request-id" in s.headers for s in server.requests) > 60)
+        os.kill(_children(running.pid)[1], signal.SIGKILL)
+        begun = time.monotonic()
+        out, err = running.communicate(timeout=20)
+        assert time.monotonic() - begun < 5
+        sent = [s.headers["x-request-id"] for s in server.requests if "x-request-id" in s.headers]
+    assert running.returncode == 5, err
+    assert "worker 1 killed by signal 9" in err
+    assert "Traceback" not in err
+    document = json.loads(out.splitlines()[-1])["runs"][0]
+    cell = records.read_cell(tmp_path / "run", document["cells"][0]["name"])
+    assert sorted(set(sent) - set(cell["request_id"])) == []  # all that the server saw has a record
+    assert len(cell["request_id"]) == len(set(cell["request_id"]))
+    lost = [error for error in cell["error"] if "lost with worker 1" in error]
+    assert len(lost) >= 1
+    assert set(cell["outcome"]) <= {"ok", "cut_at_end", "dropped"}
+    assert document["cells"][0]["end"]["reason"] == "worker 1 killed by signal 9"
+    assert document["cells"][0]["doubts"]
+
+
+def test_workers_cut_and_write_when_the_run_is_interrupted(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen, 30))) as server:
+        running = _running(tmp_path, server.url, "--workers", "2")
+        _wait(lambda: sum("x-request-id" in s.headers for s in server.requests) > 40)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=20)
+    assert running.returncode == 130, err
+    cell = json.loads(out.splitlines()[-1])["runs"][0]["cells"][0]
+    assert cell["end"]["reason"] == "interrupted"
+    pooled = records.read_cell(tmp_path / "run", cell["name"])
+    assert (pooled["outcome"] == "ok").sum() > 20
+    assert "broken identity" not in {d["kind"] for d in cell["doubts"]}
+
+
+def test_a_resumed_run_measures_what_is_missing_and_nothing_twice(tmp_path):
+    trace = trace_file(tmp_path, rows(60))
+    arguments = ("--concurrency", "1,2,3", "--seed", "4")
+    with Scripted(llm_server(lambda n, seen: good(seen, 5))) as server:
+        whole = bench(server.url, tmp_path, trace, *arguments)
+        assert whole.rc == 0, whole.err
+        names = [cell["name"] for cell in whole.document["cells"]]
+        book = whole.folder / "run.json"
+        facts = json.loads(book.read_text())
+        facts["cells"][1]["end"] = {"reason": "interrupted"}  # as a Ctrl-C in the second cell leaves it,
+        del facts["cells"][2]  # and the third never begun
+        book.write_text(json.dumps(facts))
+        (whole.folder / f"{names[2]}.arrow").unlink()
+        (whole.folder / f"{names[2]}.gauge.npy").unlink()
+        kept = (whole.folder / f"{names[0]}.arrow").read_bytes()
+        before = {prompt_of(s) for s in server.requests if "x-request-id" in s.headers}
+        count = len(server.requests)
+        again = bench(server.url, tmp_path, trace, *arguments, "--resume")
+        later = [s for s in server.requests[count:] if "x-request-id" in s.headers]
+    assert again.rc == 0, again.err
+    assert f"{names[0]}: done before" in again.err
+    assert (whole.folder / f"{names[0]}.arrow").read_bytes() == kept
+    assert [cell["name"] for cell in again.document["cells"]] == names
+    assert len(later) == 120  # two cells of 60
+    redone = [s for s in later if "-1-1-" in s.headers["x-request-id"]]
+    assert len(redone) == 60
+    assert not {prompt_of(s) for s in redone} & before  # the cut cell's prompts may be in the server's cache
+    assert [p.name for p in (whole.folder / "partial").iterdir()]
+    nothing_left = bench("http://127.0.0.1:9/v1", tmp_path, trace, *arguments, "--resume", "--ready-timeout", "0.1")
+    assert nothing_left.rc != 0  # another URL is another run
+
+
+def test_a_run_is_resumed_only_as_it_was_begun(tmp_path):
+    trace = trace_file(tmp_path, rows(8))
+    with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+        bench(server.url, tmp_path, trace, "--concurrency", "1")
+        other = bench(server.url, tmp_path, trace, "--concurrency", "1", "--retries", "2", "--resume")
+        assert other.rc == 2
+        assert "settings.retries has changed from 0 to 2" in other.err
+        more = bench(server.url, tmp_path, trace, "--concurrency", "1,2", "--resume")
+        assert more.rc == 2
+        assert "loads has changed" in more.err
+        same = bench(server.url, tmp_path, trace, "--concurrency", "1", "--resume")
+    assert same.rc == 0, same.err
+    assert "done before" in same.err
+
+
+def test_a_book_that_is_none_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"cells": 3}')
+    ran = bench("http://127.0.0.1:9/v1", tmp_path, trace_file(tmp_path, rows(2)), "--concurrency", "1", "--resume")
+    assert ran.rc == 2
+    assert "cannot be resumed" in ran.err
+
+
+# ---- the client's own limits
+
+
+def _cell(url: str, out: Path, requests: int, concurrency: int, tokens: int = 4) -> Cell:
+    target = targets.Target("t", url)
+    found = probe.probe(target, lambda text: None, 5.0)
+    rows_ = [Request(tokens_in=8, tokens_out=tokens) for _ in range(requests)]
+    return Cell(Options(out=out), "x", 0, target, found, rows_, Load(concurrency=concurrency))
+
+
+@pytest.mark.parametrize(("blocked_s", "limited"), [(0.03, True), (0.0, False)])
+def test_a_loop_that_is_blocked_makes_the_cell_client_limited(tmp_path, blocked_s, limited):
+    def live(text: str) -> None:  # called in the event loop, four times a second
+        if text:
+            time.sleep(blocked_s)
+
+    with Scripted(llm_server(lambda n, seen: good(seen, 400))) as server:
+        cell = _cell(server.url, tmp_path, 16, 2)
+        end = measure(cell, {}, lambda text: None, live)
+    assert (end["loop_lag_p99_ms"] > 10) is limited
+    (tmp_path / "run.json").write_text(json.dumps({"cells": [{"name": cell.name, "end": end}]}))
+    assert results.verdict(results.load_run(tmp_path)).client_limited is limited
+
+
+def test_auto_workers_follow_the_load_and_the_calibration(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm_bench.measure.cores", lambda: 9)
+    monkeypatch.setattr(calibration, "ceiling", lambda: {"events_per_s": 1000.0, "requests_per_s": 1000.0})
+    with Scripted(llm_server(lambda n, seen: good(seen, 30, 10))) as server:
+        small, large = _cell(server.url, tmp_path, 10, 1), _cell(server.url, tmp_path, 5000, 500)
+    assert crew(small, 0) == 1
+    assert crew(large, 0) == 8  # all but one core
+    assert crew(large, 3) == 3
+    assert crew(small, 3) == 1  # one slot cannot be shared
+
+
+def test_a_calibration_counts_on_this_machine_and_version_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibration.ceiling() is None
+    calibration.save({}, {"events_per_s": 10.0, "requests_per_s": 5.0})
+    assert calibration.ceiling() == {"events_per_s": 10.0, "requests_per_s": 5.0}
+    document = json.loads(calibration.store().read_text())
+    for changed in ({"version": "0"}, {"host": {"cpu": "another"}}, {"ceiling": {"events_per_s": "x"}}):
+        calibration.store().write_text(json.dumps(document | changed))
+        assert calibration.ceiling() is None
+
+
+def test_selfcheck_compares_with_the_servers_own_stamps():
+    steps = {
+        "few": selfcheck.Step(Load(concurrency=4), 12, 6, 30.0, 10.0),
+        "fast": selfcheck.Step(Load(rate=200.0), 40, 1),
+    }
+    found = selfcheck.run(steps, lambda text: None, lambda text: None)
+    few, fast = found["few"], found["fast"]
+    assert (few.ok, few.failed, fast.ok, fast.failed) == (12, 0, 40, 0)
+    assert few.ttft_error_ms is not None
+    assert few.gap_error_ms is not None
+    assert 0 < few.ttft_error_ms[0] < 25  # after the server's write, and near it
+    assert 0 <= few.gap_error_ms[0] < 25
+    assert fast.ttft_error_ms is None  # all at once: there is no time to compare
+    assert fast.lag_ms[0] >= 0
+    assert few.cpu_per_1k_events_s > 0
+    assert [row[0] for row in selfcheck.rows(found)] == ["few", "fast"]
+
+
+def test_a_file_limit_too_low_is_one_sentence_that_names_it(tmp_path):
+    trace = trace_file(tmp_path, rows(3000))
+    line = " ".join(command("run", "--targets", "null", "--trace", trace, "--concurrency", "2000", "--workers", "1"))
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 200 && exec {line}"], capture_output=True, text=True, check=False, cwd=tmp_path,
+        env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "200" in done.stderr
+    assert "ulimit -n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_2000_streams_on_one_worker_without_an_error(tmp_path):
+    trace = trace_file(tmp_path, rows(6000, tokens_out=8))
+    done = subprocess.run(
+        command("run", "--targets", "null", "--trace", trace, "--concurrency", "2000", "--workers", "1",
+                "--out", tmp_path / "run", "--format", "json", "--warmup", "0"),
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cell = records.read(next((tmp_path / "run").glob("*.arrow")))
+    assert cell.n == 6000
+    assert (cell["outcome"] == "ok").all()
