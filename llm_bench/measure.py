@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import math
 import shutil
 import signal
@@ -192,17 +193,21 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, halt, "interrupted")
-    line = wire.Wire(
-        cell.target.url,
-        cell.dialect.path,
-        targets.auth_headers(cell.target),
-        options.timeouts,
-        cell.dialect.is_token if options.stream else None,
-        cafile=cell.target.cafile or None,
-        insecure=cell.target.insecure,
-        reuse=not options.connect_per_request,
-    )
-    send = retry.retrying(line.send, options.retries, options.timeouts.total_s)
+    lines = [
+        wire.Wire(
+            url,
+            cell.dialect.path,
+            targets.auth_headers(cell.target),
+            options.timeouts,
+            cell.dialect.is_token if options.stream else None,
+            cafile=cell.target.cafile or None,
+            insecure=cell.target.insecure,
+            reuse=not options.connect_per_request,
+        )
+        for url in cell.target.urls
+    ]
+    turn = itertools.cycle(lines)
+    send = retry.retrying(lambda *shot: next(turn).send(*shot), options.retries, options.timeouts.total_s)
     gauge = driver.Gauge()
     start_ns = board.wait_for_start(part.worker) if board is not None else clock.now_ns()
     ticker = _Ticker(cell, gauge, writer, part, live)
@@ -245,7 +250,8 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
     finally:
         for task in ticking:
             task.cancel()
-        line.close()
+        for line in lines:
+            line.close()
         live("")
     ticker.tell()
     np.save(options.out / f"{part.name}.gauge.npy", gauge.steps())

@@ -5,6 +5,7 @@ Probes go through httpx, straight to the target as the load does, and are read b
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx
@@ -35,6 +36,7 @@ RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep a
 MODELS_BYTES = 1 << 24  # of an answer of /models; what is longer is no list of models
 SHOWN = 5  # of many models' names, in a sentence
 MODELS_KEPT = 50  # names in a record's header
+SETTLE_S = 10.0  # for a target to let go of what we have cut
 _DEFAULT = Timeouts()
 # Two texts without a common block: the second probe must not be answered from the first one's cache.
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
@@ -102,7 +104,13 @@ def probe(target: Target, say: Say, ready_s: float, *, stream: bool = True, time
     """
     hide = targets.hider(target)
     try:
-        found = _probe(target, lambda text: say(hide(text)), ready_s, stream, timeouts)
+        first, *others = (replace(target, url=url) for url in target.urls)
+        found = _probe(first, lambda text: say(hide(text)), ready_s, stream, timeouts)
+        for other in others:  # each has to be there, and to be the same
+            with _client(other, timeouts) as client:
+                models, max_len = _models(client, other, ready_s, say)
+            if (models, other.max_model_len or max_len) != (found.models, found.max_model_len):
+                found.notes.append(f"{other.url} lists other models or limits than {first.url}: not the same work")
     except TargetError as e:
         raise TargetError(hide(str(e))) from None
     return found._replace(notes=[hide(note) for note in found.notes])
@@ -156,6 +164,37 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         alone_tokens=max(first.tokens_out, 1),
         notes=notes,
     )
+
+
+# Gauges of requests at work, of servers that tell: vLLM and the bundled engine, llama.cpp, TGI.
+_RUNNING = ("vllm:num_requests_running", "llamacpp:requests_processing", "tgi_batch_current_size")
+
+
+def settle(target: Target, say: Say, limit_s: float = SETTLE_S) -> None:
+    """Wait until the target has let go of the requests we have cut, or say that this could not be checked.
+
+    What it still computes for nobody would slow the next cell.
+    """
+    with _client(target, _DEFAULT) as client:
+        for url in (f"{url.removesuffix('/v1')}/metrics" for url in target.urls):
+            deadline_s = time.monotonic() + limit_s
+            while (running := _running(client, url)) and time.monotonic() < deadline_s:
+                time.sleep(0.1)
+            if running is None:
+                say(f"{target.name}: whether it still works on requests that were cut could not be checked ({url})")
+            elif running:
+                say(f"{target.name}: after {limit_s:g} s it still works on {running:g} requests that were cut")
+
+
+def _running(client: httpx.Client, url: str) -> float | None:
+    """Requests that a server says it works on; None where it does not say."""
+    try:
+        status, body = _get(client, url, 5.0)
+        lines = body.decode(errors="replace").splitlines() if status == 200 else []
+        found = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(_RUNNING)]
+        return sum(map(float, found)) if found else None
+    except (httpx.HTTPError, ValueError, IndexError):
+        return None
 
 
 def _client(target: Target, timeouts: Timeouts) -> httpx.Client:

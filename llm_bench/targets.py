@@ -45,7 +45,7 @@ class Target:
     """One server, as the user declares it. A key is named by its environment variable and never held here."""
 
     name: str
-    url: str = ""  # base, e.g. http://127.0.0.1:8000/v1
+    url: str = ""  # base, e.g. http://127.0.0.1:8000/v1; several with | between them are asked in turn
     api: str = "openai-chat"  # a row of DIALECTS
     model: str = ""  # "": the first that /models lists
     key_env: str = ""
@@ -58,6 +58,10 @@ class Target:
     cafile: str = ""  # https with a private authority
     insecure: bool = False  # https with any certificate
     launch: tuple[str, ...] = ()  # arguments of a server of ours
+
+    @property
+    def urls(self) -> list[str]:
+        return [url.strip().rstrip("/") for url in self.url.split("|")]
 
     def public(self) -> dict[str, Any]:
         """As stored in headers: header values may be secrets, their names are not."""
@@ -161,7 +165,8 @@ def _checked(target: Target) -> Target:
     if target.api not in DIALECTS:
         raise BenchError(f"{who}: unknown api {target.api!r}; known: {', '.join(DIALECTS)}")
     if not target.launch:
-        _check_url(who, target.url)
+        for url in target.urls:
+            _check_url(who, url)
     if target.key_env:
         _check_key(who, target.key_env)
     for name, value in target.headers.items():
@@ -172,7 +177,7 @@ def _checked(target: Target) -> Target:
         raise BenchError(f"{who}: both key_env and a header Authorization; keep one of them")
     if target.cafile:
         tls(target)
-    return replace(target, url=target.url.rstrip("/"))
+    return replace(target, url="|".join(target.urls))
 
 
 def _check_url(who: str, url: str) -> None:
@@ -276,7 +281,7 @@ def unused_proxy(url: str) -> str:
 def reachable(target: Target) -> bool:
     """Does anything still listen there? Asked when a run meets one refused connection after another."""
     try:
-        httpx.get(f"{target.url}/models", timeout=5.0, verify=False, trust_env=False)
+        httpx.get(f"{target.urls[0]}/models", timeout=5.0, verify=False, trust_env=False)
     except httpx.TransportError:
         return False
     except httpx.HTTPError:

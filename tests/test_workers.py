@@ -16,7 +16,7 @@ from llm_bench.measure import crew, measure
 from llm_bench.plan import Load
 from llm_bench.request import Request
 from tests.bench import bench, command, environment, good, llm_server, prompt_of, rows, trace_file
-from tests.scripted import Scripted
+from tests.scripted import Scripted, http_response
 
 
 @pytest.mark.parametrize(("concurrency", "workers"), [(45, 8), (3, 8), (1, 8)])
@@ -250,3 +250,60 @@ def test_2000_streams_on_one_worker_without_an_error(tmp_path):
     cell = records.read(next((tmp_path / "run").glob("*.arrow")))
     assert cell.n == 6000
     assert (cell["outcome"] == "ok").all()
+
+
+# ---- several addresses of one target; between cells
+
+
+def test_the_addresses_of_one_target_are_asked_in_turn(tmp_path):
+    with (
+        Scripted(llm_server(lambda n, seen: good(seen, 5))) as one,
+        Scripted(llm_server(lambda n, seen: good(seen, 5))) as two,
+    ):
+        ran = bench(f"{one.url}|{two.url}", tmp_path, trace_file(tmp_path, rows(30)), "--concurrency", "2")
+        shares = [sum("x-request-id" in s.headers for s in server.requests) for server in (one, two)]
+    assert ran.rc == 0, ran.err
+    assert shares == [15, 15]
+    assert (ran.records()["outcome"] == "ok").all()
+
+
+def test_a_second_address_that_is_not_there_ends_the_run_before_any_load(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+        trace = trace_file(tmp_path, rows(3))
+        ran = bench(
+            f"{server.url}|http://127.0.0.1:9/v1", tmp_path, trace, "--concurrency", "1", "--ready-timeout", "0.2"
+        )
+        assert ran.rc == 4
+        assert "127.0.0.1:9" in ran.err
+        assert not [s for s in server.requests if "x-request-id" in s.headers]
+
+
+def _telling(running: list[float]):
+    """A server whose /metrics gives the next of `running`, the last for ever."""
+    answer = llm_server(lambda n, seen: good(seen, 500))
+
+    def told(number, seen):
+        if seen.path == "/metrics":
+            now = running.pop(0) if len(running) > 1 else running[0]
+            return [(0, http_response(200, f'# HELP x\nvllm:num_requests_running{{m="a"}} {now}\n'.encode()))]
+        return answer(number, seen)
+
+    return told
+
+
+@pytest.mark.parametrize(("running", "said"), [([2.0, 1.0, 0.0], ""), ([3.0], "still works on 3 requests")])
+def test_the_next_cell_waits_until_the_target_has_let_go_of_what_was_cut(tmp_path, monkeypatch, running, said):
+    with Scripted(_telling(running)) as server:
+        texts: list[str] = []
+        probe.settle(targets.Target("t", server.url), texts.append, limit_s=0.5)
+        looks = sum(s.path == "/metrics" for s in server.requests)
+    assert looks >= 3
+    assert said in "".join(texts)
+    assert bool(texts) is bool(said)
+
+
+def test_a_target_that_does_not_tell_is_named(tmp_path):
+    trace = trace_file(tmp_path, [{**row, "cancel_after_s": 0.05} for row in rows(3)])
+    with Scripted(llm_server(lambda n, seen: good(seen, 300))) as server:
+        ran = bench(server.url, tmp_path, trace, "--concurrency", "1", "--warmup", "0")
+    assert "could not be checked" in ran.err
