@@ -40,6 +40,7 @@ class Options:
     stream: bool = True
     keep_bytes: int = 0
     connect_per_request: bool = False
+    spin_us: float = 0.0  # open loop: the last so many microseconds before a due time are waited for on the clock
     ready_s: float = 30.0
     timeouts: Timeouts = field(default_factory=Timeouts)
 

@@ -90,6 +90,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "total_timeout": _SECONDS,
     "keep_bytes": (0, 1_000_000_000),
     "workers": (1, 1024),
+    "spin": (0, 1000),
     "fail_on_error_rate": (0, 1),
 }
 
@@ -198,6 +199,7 @@ def run(
     connect_per_request: Annotated[
         bool, typer.Option("--connect-per-request", help="A new connection for each request.")
     ] = False,
+    spin: Annotated[float, typer.Option(help="Open loop: spin for the last so many µs before a due time.")] = 0.0,
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds; 0: none.")] = 10.0,
@@ -256,6 +258,7 @@ def run(
         stream=not no_stream,
         keep_bytes=keep_bytes,
         connect_per_request=connect_per_request,
+        spin_us=spin,
         ready_s=ready_timeout,
         timeouts=Timeouts(*(limit or None for limit in limits)),
     )

@@ -36,7 +36,9 @@ class Timer:
     which would be read as the client's lateness. Elsewhere the loop's timers. Needs a running loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spin_ns: int = 0) -> None:
+        """`spin_ns`: wake so much earlier and look at the clock until the time has come; the kernel wakes late."""
+        self._spin_ns = spin_ns
         self._loop = asyncio.get_running_loop()
         self._heap: list[tuple[int, int, Callable[[], object]]] = []
         self._order = count()  # equal times in the order of asking
@@ -76,7 +78,8 @@ class Timer:
     def _arm(self) -> None:
         if not self._heap or self._heap[0][0] == self._armed_ns:
             return
-        self._armed_ns = due_ns = self._heap[0][0]
+        self._armed_ns = self._heap[0][0]
+        due_ns = self._armed_ns - self._spin_ns
         if self._fd < 0:
             if self._handle is not None:
                 self._handle.cancel()
@@ -94,6 +97,10 @@ class Timer:
             except BlockingIOError:
                 return  # re-armed for later after the loop had seen it readable
         self._armed_ns = 0
+        if self._spin_ns and self._heap:
+            wake_ns = self._heap[0][0]
+            while 0 < wake_ns - now_ns() <= self._spin_ns:
+                pass
         while self._heap and self._heap[0][0] <= now_ns():
             heapq.heappop(self._heap)[2]()
         self._arm()

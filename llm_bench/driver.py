@@ -215,6 +215,7 @@ async def open_loop(
     firsts: Sequence[int] | None = None,
     start_ns: int = 0,
     note: Note = _no_note,
+    spin_ns: int = 0,
 ) -> Drive:
     """Each request at start + due_ns, whatever became of those before; beyond `max_in_flight` they queue in due order.
 
@@ -224,12 +225,12 @@ async def open_loop(
     behind then works off what piled up, the queue under the cap too, after the window has closed: no latency of an
     overload is cut short, and the drive lasts as long as that takes. Exceptions of `send` and `done` end it. `firsts`:
     the conversations of this process where several share the plan; `start_ns`: their common start. `note` is told each
-    (row, due_ns).
+    (row, due_ns). `spin_ns`: of clock.Timer.
     """
     mine = plan.first if firsts is None else firsts
     last_ns = round(duration_s * 1e9) if duration_s is not None else 1 << 62
     order = sorted((i for i in mine if plan.due_ns[i] <= last_ns), key=plan.due_ns.__getitem__)
-    flights = _Flights(plan, send, done, gauge or Gauge(), note, max_in_flight, order)
+    flights = _Flights(plan, send, done, gauge or Gauge(), note, max_in_flight, order, spin_ns=spin_ns)
     drive = flights.drive
     launched = 0
 
@@ -290,10 +291,11 @@ class _Flights:
         cap: int | None = None,
         firsts: Sequence[int] | None = None,
         coming: int | None = None,
+        spin_ns: int = 0,
     ) -> None:
         self.drive = Drive()
         self.gauge = gauge
-        self.timer = Timer()
+        self.timer = Timer(spin_ns)
         self.last_due_ns = 1 << 62
         self._plan, self._send, self._done, self._became_due = plan, send, done, became_due
         self._free = cap if cap is not None else 1 << 62  # places under the cap

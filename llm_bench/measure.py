@@ -246,6 +246,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
                 firsts=work.first[part.worker :: part.workers],
                 start_ns=start_ns,
                 note=note,
+                spin_ns=round(options.spin_us * 1e3),
             )
     finally:
         for task in ticking:

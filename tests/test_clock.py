@@ -13,10 +13,11 @@ LOOPS = [asyncio.run, uvloop.run]
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
+@pytest.mark.parametrize("spin_ns", [0, 100_000])
 @pytest.mark.parametrize("run", LOOPS)
-def test_a_sleeper_never_wakes_early_and_lateness_does_not_add_up(run: Run) -> None:
+def test_a_sleeper_never_wakes_early_and_lateness_does_not_add_up(run: Run, spin_ns: int) -> None:
     async def main() -> list[int]:
-        timer = Timer()
+        timer = Timer(spin_ns)
         start = now_ns()
         late = []
         for i in range(50):
