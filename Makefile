@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types docs bench size env clean
+.PHONY: demo test lint types docs size env clean test-engines
+.PHONY: bench bench-hotpath bench-report bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
 
@@ -40,6 +41,27 @@ types: .venv/.dev          ## mypy --strict
 
 docs: .venv/.dev           ## write the generated blocks of README.md
 	$(BIN)/python -m tests.generate_docs
+
+# What is claimed of speed is measured here, never in a test. Best on an idle machine.
+bench: bench-hotpath bench-report bench-self   ## all of ours, a few minutes
+
+bench-hotpath: .venv/.dev  ## Python calls and nanoseconds per token event, stage by stage
+	$(BIN)/python -m bench.hotpath
+
+bench-report: .venv/.dev   ## a run of 1,000,000 requests x 200 tokens: seconds and memory of its report
+	$(BIN)/python -m bench.report_size
+
+bench-self: .venv/.dev     ## us and the floor against a server with known times
+	$(BIN)/python -m bench.client --rivals none --out build/bench
+
+bench-client: .venv/.dev   ## us beside the rivals that are installed; writes reports/client/
+	$(BIN)/python -m bench.client
+
+bench-rivals-install: .venv/.dev   ## the rivals, each in an environment of its own (gigabytes, half an hour)
+	$(BIN)/python -m bench.rivals install
+
+test-engines: .venv/.dev   ## the contract on real servers; today llama.cpp's, which `make test` runs too
+	$(BIN)/python -m pytest tests/test_llamacpp.py -s
 
 size:                      ## lines per file
 	@wc -l llm_bench/*.py reference_engine/*.py kernels/*.py tests/*.py | sort -n
