@@ -221,6 +221,7 @@ def main() -> int:
                     print(f"{load.name}: {name}, {done['requests']}: {cost} {done['note']}", file=sys.stderr)
         facts["summaries"][load.name] = {name: summary(*pair) for name, pair in runs.items()}
         facts["missing"] = sorted(missing)
+        facts["machine"]["load_after"] = os.getloadavg()[0]
         (asked.out / "results.json").write_text(json.dumps(facts, indent=1) + "\n")
         (asked.out / "README.md").write_text(table.render(facts))  # after each load: a later failure loses nothing
     print(table.render(facts))

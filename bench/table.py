@@ -19,9 +19,9 @@ def render(facts: dict[str, Any]) -> str:
     machine = facts["machine"]
     lines = [_HEAD]
     lines.append(
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; load average before:"
-        f" {machine['load_before']:.2f}; Python {machine['python']}. Server on one core, client on the other."
-        f" Asked: `python -m bench.client {' '.join(facts['command'])}`."
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; Python {machine['python']};"
+        f" load average before: {machine['load_before']:.2f}, after: {machine['load_after']:.2f}."
+        f" Server on one core, client on the other. Asked: `python -m bench.client {' '.join(facts['command'])}`."
     )
     for name, found in facts["summaries"].items():
         lines += ["", f"## {name}", "", *_table(found, facts["versions"], facts["missing"])]

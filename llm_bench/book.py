@@ -129,8 +129,9 @@ def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
+            finish = ", or --resume to finish the run in it" if (out / "run.json").exists() else ""
             raise BenchError(
-                f"--out {out}: the folder is not empty; give a new name, or --resume to finish the run in it"
+                f"--out {out}: the folder is not empty, and nothing is overwritten; give a new name{finish}"
             )
     except OSError as e:
         raise BenchError(f"--out {out}: {e.strerror}") from None

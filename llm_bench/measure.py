@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from llm_bench import calibration, clock, driver, limits, records, retry, shards, targets, wire
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
+from llm_bench.exchange import CONNECT_ERROR
 from llm_bench.host import cores
 from llm_bench.plan import Plan
 from llm_bench.records import DISK_ERRORS, Writer
@@ -25,6 +27,8 @@ from llm_bench.shards import Board, SharedSlots
 GONE_AFTER = 20  # refused connections in a row, none answered between: then the target is asked whether it lives
 TICK_S = 0.25  # progress and records to disk, at 4 Hz
 LAG_TICK_S = 0.02  # how late the event loop is: looked at 50 times a second, for a thousandth of a core
+CLERK_NS = 500_000  # at a time, on records: about the reads of ten sockets
+CLERK_HOLDS = 1000  # landed flights without a record
 MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
 
 UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of what a core of 2023 was seen to carry
@@ -172,6 +176,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
     options, load, board = cell.options, cell.load, part.board
     stop, stopped_by = asyncio.Event(), ""
     refused_in_a_row = 0
+    clerk = _Clerk(cell, writer)
 
     def halt(reason: str) -> None:
         nonlocal stopped_by
@@ -180,12 +185,14 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
 
     def done(flight: driver.Flight) -> bool:
         nonlocal refused_in_a_row
-        record = cell.record(flight)
-        writer.write(record)
-        refused_in_a_row = refused_in_a_row + 1 if record.error_kind == "connect_error" else 0
+        refused = flight.tried is not None and flight.tried.exchange.ended == CONNECT_ERROR
+        refused_in_a_row = refused_in_a_row + 1 if refused else 0
         if refused_in_a_row == GONE_AFTER and not targets.reachable(cell.target):
             halt("target gone")
-        return record.outcome in ("ok", "cancelled")
+        if work.next_turn[flight.index] >= 0:  # whether the conversation goes on depends on what the answer is
+            return clerk.enter(flight)
+        clerk.put(flight)
+        return True
 
     def note(row: int, due_ns: int) -> None:
         if board is not None:
@@ -211,7 +218,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
     gauge = driver.Gauge()
     start_ns = board.wait_for_start(part.worker) if board is not None else clock.now_ns()
     ticker = _Ticker(cell, gauge, writer, part, live)
-    ticking = [asyncio.create_task(ticker.run()), asyncio.create_task(ticker.watch_the_loop())]
+    ticking = [asyncio.create_task(task) for task in (ticker.run(), ticker.watch_the_loop(), clerk.run(stop))]
     cpu_ns, begun_ns = time.process_time_ns(), clock.now_ns()
     try:
         if load.concurrency is not None:
@@ -254,6 +261,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
         for line in lines:
             line.close()
         live("")
+        clerk.finish()
     ticker.tell()
     np.save(options.out / f"{part.name}.gauge.npy", gauge.steps())
     return {
@@ -267,6 +275,54 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
         "loop_lag_p99_ms": float(np.percentile(ticker.late_ms, 99)) if ticker.late_ms else 0.0,
         "counts": dict(cell.counts),
     }
+
+
+class _Clerk:
+    """Makes records out of landed flights, a little at a time, so that sends and stamps need not wait for it.
+
+    Reading an answer of a hundred tokens takes as long as ten reads of a socket.
+    """
+
+    def __init__(self, cell: Cell, writer: Writer) -> None:
+        self._cell, self._writer = cell, writer
+        self._landed: deque[driver.Flight] = deque()
+        self._wake = asyncio.Event()
+        self._failure: OSError | None = None
+
+    def enter(self, flight: driver.Flight) -> bool:
+        """Make its record now. Is the answer a success, or left by plan?"""
+        record = self._cell.record(flight)
+        self._writer.write(record)
+        return record.outcome in ("ok", "cancelled")
+
+    def put(self, flight: driver.Flight) -> None:
+        """Make its record soon; at once where too many wait, since answers that came are held in memory until then."""
+        self._landed.append(flight)
+        self._wake.set()
+        while len(self._landed) > CLERK_HOLDS:
+            self.enter(self._landed.popleft())
+
+    async def run(self, stop: asyncio.Event) -> None:
+        try:
+            while True:
+                until_ns = clock.now_ns() + CLERK_NS
+                while self._landed and clock.now_ns() < until_ns:
+                    self.enter(self._landed.popleft())
+                if self._landed:
+                    await asyncio.sleep(0)  # the sockets' turn
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        except OSError as e:  # the disk refuses: the drive ends, and `finish` says why
+            self._failure = e
+            stop.set()
+
+    def finish(self) -> None:
+        """Make the records that are left. Raises what the disk said."""
+        if self._failure is not None:
+            raise self._failure
+        while self._landed:
+            self.enter(self._landed.popleft())
 
 
 class _Ticker:

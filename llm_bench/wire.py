@@ -381,8 +381,12 @@ class _Connection(asyncio.Protocol):
         is_token = self._wire.is_token
         assert is_token is not None
         for piece in pieces:
-            for data in self._sse.feed(piece):
-                if is_token(data):
+            begin = 0
+            while begin < len(piece):  # an event at a time: a read may hold a whole answer, and one token is enough
+                end = piece.find(b"\n\n", begin) + 2
+                part = piece[begin:end] if end > 1 else piece[begin:]
+                begin += len(part)
+                if any(map(is_token, self._sse.feed(part))):
                     assert self._exchange is not None
                     self._exchange.first_token_ns = now
                     self._look = None

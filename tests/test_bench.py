@@ -144,7 +144,16 @@ def test_the_page_holds_us_against_a_rival_one_that_failed_and_one_that_is_missi
     broken = summary([_run(10, 1.0, 0, 1, note="no result: it fell over", claimed=None)], [_run(50, 1.0, 0, 1)])
     rows = {OURS: client(0.02), "aiperf": client(0.3, ttft_error_p50_ms=76.0, ttft_error_p99_ms=90.0), "locust": broken}
     page = table.render(
-        {"machine": {"cpu": "a", "cores": 2, "memory_gib": 24, "load_before": 0.5, "python": "3.11.7"}}
+        {
+            "machine": {
+                "cpu": "a",
+                "cores": 2,
+                "memory_gib": 24,
+                "load_before": 0.5,
+                "load_after": 2.0,
+                "python": "3.11.7",
+            }
+        }
         | {"summaries": {"paced": rows}, "versions": {"aiperf": "0.13.0"}, "missing": ["vllm"], "runs": []}
         | {"command": ["--repeats 1"]}
     )
