@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llm_bench import exchange as ends
-from llm_bench.dialects import Chunk, Delta, Dialect, Usage
+from llm_bench.dialects import Chunk, Delta, Dialect, Usage, plain_reader
 from llm_bench.exchange import Exchange
 from llm_bench.http1 import events, is_event_stream
 
@@ -246,7 +246,7 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     else:
         body = b"".join(exchange.pieces)
         stamped, comments, leftover, names = [(0, body)] if body else [], 0, b"", {}
-    plain = dialect.plain
+    plain = plain_reader(dialect)
     stamps: list[int] = []  # of plain events since the last other one, and their texts
     texts: list[str] = []
     for place, (ns, data) in enumerate(stamped):

@@ -3,6 +3,7 @@
 No I/O and no clock. A new protocol is a new row of DIALECTS.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ class Dialect(NamedTuple):
     # Content of an event that says nothing else: choice 0, no finish_reason, usage, error, ids. None: ask `decode`.
     # Most events of a stream are such, and a Chunk for each would cost three times as much as reading its JSON.
     plain: Callable[[bytes], str | None]
+    text_key: bytes = b""  # of that content in the JSON, for `plain_reader`
 
 
 # OpenAI (https://platform.openai.com/docs/api-reference) as vLLM, llama.cpp, Ray Serve, SGLang and TGI speak it.
@@ -167,6 +169,50 @@ def _completions_choice(choice: JsonObject) -> Delta:
     # Without text and finish_reason it carries a token all the same: half a character, or a special one.
     bears = bool(text) or ids > 0 or (ids < 0 and not finish_reason)
     return Delta(_index(choice), text, "", "", ids, finish_reason, bears)
+
+
+_UNPLAIN = re.compile(rb'["\\\x00-\x1f]')  # ends a JSON string, begins an escape, or may not stand in one
+_LESSONS = 8  # templates that were of no use before a reader stops to make them: some servers change a field each event
+
+
+def plain_reader(dialect: Dialect) -> Callable[[bytes], str | None]:
+    """`plain` for the events of one stream, three times as fast where they differ in nothing but their text.
+
+    An event that begins and ends as one that `plain` has read, with neither quote nor backslash nor control character
+    between, is the same JSON but for that one string. So only the first event, and every odd one, is parsed.
+    """
+    plain, key = dialect.plain, dialect.text_key
+    before = after = b""
+    lessons = 0
+
+    def read(data: bytes) -> str | None:
+        nonlocal before, after, lessons
+        if before and len(data) > len(before) + len(after) and data.startswith(before) and data.endswith(after):
+            middle = data[len(before) : -len(after)]
+            if _UNPLAIN.search(middle) is None:
+                try:
+                    return middle.decode()
+                except UnicodeDecodeError:
+                    return None  # no JSON either
+        text = plain(data)
+        if text is not None and lessons < _LESSONS:
+            lessons += 1
+            before, after = _around(data, text.encode(), key) or (before, after)
+        return text
+
+    return read
+
+
+def _around(data: bytes, text: bytes, key: bytes) -> tuple[bytes, bytes] | None:
+    """What stands before and after the one text of an event; None where it is escaped, or has not the only such key."""
+    if not key or data.count(key) != 1 or _UNPLAIN.search(text):
+        return None
+    for opening in (key + b':"', key + b': "'):
+        begin = data.find(opening + text + b'"')
+        if begin >= 0:
+            begin += len(opening)
+            return data[:begin], data[begin + len(text) :]
+    return None
 
 
 _PLAIN_EVENT = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier", "choices"))
@@ -329,13 +375,16 @@ def _openai(
     encode: Callable[[Request, Ask], bytes],
     choice_of: Callable[[JsonObject], Delta],
     text_of: Callable[[JsonObject], Any],
+    text_key: bytes,
 ) -> Dialect:
     decode = partial(_decode, choice_of)
-    return Dialect(path, encode, decode, partial(_is_token, decode), partial(_plain, text_of))
+    return Dialect(path, encode, decode, partial(_is_token, decode), partial(_plain, text_of), text_key)
 
 
 # name -> how it is spoken. A target's base URL ends in /v1 for the OpenAI rows.
 DIALECTS: dict[str, Dialect] = {
-    "openai-chat": _openai("/chat/completions", _encode_chat, _chat_choice, _chat_text),
-    "openai-completions": _openai("/completions", _encode_completions, _completions_choice, _completions_text),
+    "openai-chat": _openai("/chat/completions", _encode_chat, _chat_choice, _chat_text, b'"content"'),
+    "openai-completions": _openai(
+        "/completions", _encode_completions, _completions_choice, _completions_text, b'"text"'
+    ),
 }

@@ -173,6 +173,13 @@ class Sse:
                 self._lines(block, events)
         return events
 
+    def lines(self, block: bytes) -> list[bytes]:
+        """The data, if any, of one block of lines; its name is then `names[0]`."""
+        self.names = {}
+        events: list[bytes] = []
+        self._lines(block, events)
+        return events
+
     def _lines(self, block: bytes, events: list[bytes]) -> None:
         values: list[bytes] = []
         event_name = b""
@@ -221,18 +228,52 @@ class Events(NamedTuple):
     names: dict[int, str]  # place in `stamped` -> the event's name, of those that have one other than "message"
 
 
-def events(read_ns: Iterable[int], pieces: Iterable[bytes]) -> Events:
+def events(read_ns: Sequence[int], pieces: Sequence[bytes]) -> Events:
     """All events of a body whose piece k was read at read_ns[k]; the events that one read completed share its stamp."""
+    body = b"".join(pieces)
+    if b"\r" in body or body.startswith(_BOM):
+        return _events_by_piece(read_ns, pieces)
+    # The same in one go: where an event ends in the body tells in which read it did.
     sse = Sse()
-    feed = sse.feed
+    blocks = body.split(b"\n\n")
+    rest = blocks.pop()
     stamped: list[tuple[int, bytes]] = []
     append = stamped.append
     names: dict[int, str] = {}
+    read, end, edge = -1, 0, 0  # `edge`: where the piece of this read ends; `end`: where the block does
+    ns = 0
+    for block in blocks:
+        end += len(block) + 2
+        while edge < end:
+            read += 1
+            edge += len(pieces[read])
+            ns = read_ns[read]
+        if block[:5] == b"data:" and b"\n" not in block:
+            data = block[6:] if block[5:6] == b" " else block[5:]
+            if data:
+                append((ns, data))
+            else:
+                sse.empties += 1
+        elif block:
+            for data in sse.lines(block):
+                append((ns, data))
+            _note_names(sse, len(stamped) - 1, names)
+    return Events(stamped, sse.comments, rest, names)
+
+
+def _events_by_piece(read_ns: Sequence[int], pieces: Sequence[bytes]) -> Events:
+    sse = Sse()
+    stamped: list[tuple[int, bytes]] = []
+    names: dict[int, str] = {}
     for ns, piece in zip(read_ns, pieces, strict=True):
-        new = feed(piece)
-        if sse.names:
-            named = {len(stamped) + k: name.decode(errors="replace") for k, name in sse.names.items()}
-            names |= {place: name for place, name in named.items() if name != "message"}
-        for data in new:
-            append((ns, data))
+        new = sse.feed(piece)
+        _note_names(sse, len(stamped), names)
+        stamped += [(ns, data) for data in new]
     return Events(stamped, sse.comments, sse.leftover(), names)
+
+
+def _note_names(sse: Sse, place: int, names: dict[int, str]) -> None:
+    """Names of the events that begin at `place`, of those that have one other than the spec's default."""
+    for k, name in sse.names.items():
+        if name != b"message":
+            names[place + k] = name.decode(errors="replace")
