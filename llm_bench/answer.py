@@ -337,6 +337,9 @@ def _truncated(exchange: Exchange, body: _Body, tokens_out: int) -> str:
 
 
 def _body_text(exchange: Exchange) -> str:
+    if 300 <= exchange.status < 400:
+        to = next((value.decode("latin-1") for name, value in exchange.headers if name == b"location"), "no address")
+        return f"HTTP {exchange.status} to {to[:SHOWN_BYTES]}: redirects are not followed; give that address as the URL"
     body = b"".join(exchange.pieces).strip()
     return _shown(body, SHOWN_BYTES) if body else exchange.error or f"HTTP {exchange.status} with an empty body"
 

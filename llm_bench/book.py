@@ -1,86 +1,171 @@
-"""run.json: what was asked, on what machine, how each cell ended. Written anew, atomically, at each cell's ends."""
+"""run.json: what was asked, on what machine, how each cell ended. Written anew, atomically, at each cell's ends.
 
+A run holds its folder by a lock, and is finished later only where it would go on with the same work.
+"""
+
+import errno
+import fcntl
+import hashlib
 import json
+import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from llm_bench import __version__, clock
+from llm_bench import __version__, clock, records, shapes
 from llm_bench.errors import BenchError
 from llm_bench.host import host
-from llm_bench.records import DISK_ERRORS
+from llm_bench.shapes import Shape
 
 ASIDE = "partial"  # folder in a run's: what a cell had measured before a resumed run measured it again
+LOCK = ".lock"  # file in a run's folder: whoever measures holds it, and the kernel lets go of it at death
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that know none: a run goes on without
 DONE = ("exhausted", "duration")  # reasons of a cell that is not measured again
-ASKED = ("settings", "targets", "declared", "loads", "trace")  # what has to be equal for a run to be resumed
+# What has to be equal for a run to be resumed, but for what changes no number: where its files lie, how long we wait.
+ASKED = ("version", "cpu", "settings", "targets", "declared", "loads", "trace", "hashes")
+FREE: Mapping[str, tuple[str, ...]] = {"settings": ("out", "ready_s"), "trace": ("path",)}
+OF_BOOK = ("cells", "set_aside", "declared", "hashes", "probed", "salt")  # and in no header of records
+
+_CELL = re.compile(r"\d{3,9}-[\w=.-]+")
+_CELL_NAME = Shape("the name of a cell, as 000-t-c=1", lambda v: isinstance(v, str) and bool(_CELL.fullmatch(v)), True)
+_HEX = Shape("hexadecimal digits", lambda v: isinstance(v, str) and bool(re.fullmatch("[0-9a-f]{8,64}", v)), True)
+BOOK: dict[str, Shape] = shapes.RUN | {
+    "run_id": _HEX,
+    "salt": _HEX,
+    "host": shapes.ITEM,
+    "settings": shapes.ITEM,
+    "trace": shapes.ITEM,
+    "hashes": shapes.ITEM,
+    "probed": shapes.OBJECT,
+    "cells": shapes.LIST._replace(required=True),
+    "cells[].name": _CELL_NAME,
+    "set_aside": shapes.LIST,
+    "set_aside[]": shapes.ITEM,
+    "set_aside[].name": _CELL_NAME,
+    "resumed": shapes.LIST,
+}
 
 
 class Book:
-    """The facts of run.json. `asked` holds the keys of ASKED; `folder` is the run's."""
+    """The facts of run.json in `folder`, which is held from here to `close`.
 
-    def __init__(self, folder: Path, asked: Mapping[str, Any], *, resume: bool = False) -> None:
+    `asked`: the keys of ASKED that the command line decides. `private`: target -> header -> value, of which only salted
+    hashes are kept; a key named by its variable is not among them, since keys are renewed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        asked: Mapping[str, Any],
+        private: Mapping[str, Mapping[str, str]] | None = None,
+        *,
+        resume: bool = False,
+    ) -> None:
         """Opens a new run, or one to be finished. Raises BenchError where the folder holds another, or none."""
         self.path = folder / "run.json"
-        if resume and self.path.exists():
-            self.facts = self._reopened(asked)
-            self.facts.setdefault("resumed", []).append(list(clock.anchor()))
-            self._set_aside()
-        else:
-            _make_folder(folder)
-            self.facts = {
-                "llm_bench_run": 1,
-                "run_id": secrets.token_hex(4),
-                "version": __version__,
-                "command": sys.argv[1:],
-                "anchor": list(clock.anchor()),
-                "host": host(),
-                **asked,
-                "cells": [],
-            }
-        self.run_id = str(self.facts["run_id"])
-        self.save()
-
-    def _reopened(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        resume = resume and self.path.exists()
+        self._lock = _hold(folder, resume=resume)
         try:
-            facts = json.loads(self.path.read_text())
-            cells = [cell["name"] for cell in facts["cells"]]
-        except (OSError, ValueError, LookupError, TypeError) as e:
-            raise BenchError(f"{self.path}: cannot be resumed: {type(e).__name__}: {e}; give a new --out") from None
-        for key, now in json.loads(json.dumps(asked)).items():  # as it would be read back
-            before = facts.get(key)
-            if before != now:
+            before = self._read() if resume else {}
+            fresh = {"llm_bench_run": 1, "run_id": secrets.token_hex(4), "salt": secrets.token_hex(8)}
+            self.facts: dict[str, Any] = fresh | before
+            hashes = {**asked.get("hashes", {}), "headers": _salted(private or {}, str(self.facts["salt"]))}
+            now = _as_stored({**asked, "version": __version__, "cpu": host()["cpu"], "hashes": hashes})
+            if resume:
+                self._compare({**before, "cpu": before["host"].get("cpu")}, now, ASKED)
+                self.facts |= {key: now[key] for key in FREE if key in now}
+            else:
+                here = {"command": sys.argv[1:], "anchor": list(clock.anchor()), "host": host(), "cells": []}
+                del now["cpu"]  # it stands in host
+                self.facts |= here | now
+                self.save()
+        except BaseException:
+            self.close()
+            raise
+        self.run_id = str(self.facts["run_id"])
+        self._resumes = resume
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = shapes.parse(self.path.read_bytes(), BOOK, str(self.path))
+            names = [cell["name"] for cell in found["cells"]]
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise BenchError(f"{self.path}: cells: {min(twice)} is listed twice")
+            return found
+        except BenchError as e:
+            raise BenchError(f"{e}; it cannot be resumed: give a new --out") from None
+        except OSError as e:
+            raise BenchError(f"{self.path}: cannot be resumed: {e.strerror}; give a new --out") from None
+
+    def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> None:
+        for key in keys:
+            was, is_ = (_without(facts.get(key), FREE.get(key, ())) for facts in (before, now))
+            if was != is_:
                 raise BenchError(
-                    f"--resume: {_difference(key, before, now)} since the run in {self.path.parent} was begun "
-                    f"({len(cells)} cells); ask for the same, or give a new --out"
+                    f"--resume: {_difference(key, was, is_)} since the run in {self.path.parent} was begun "
+                    f"({len(self.facts['cells'])} cells); ask for the same, or give a new --out"
                 )
-        return dict(facts)
+
+    def begin(self, probed: Mapping[str, Any]) -> None:
+        """The targets have answered: `probed` holds what of it decides the work, by target; now cells may begin.
+
+        Raises BenchError, before a file is moved, where a resumed run meets other targets than it was begun with.
+        """
+        now = _as_stored({"probed": probed})
+        if self.facts.get("probed") is not None:
+            self._compare(self.facts, now, ("probed",))
+        self.facts |= now
+        if self._resumes:
+            self.facts["resumed"] = [*(self.facts.get("resumed") or []), list(clock.anchor())]
+            try:
+                self._set_aside()
+            except OSError as e:
+                raise BenchError(
+                    f"{self.path.parent / ASIDE}: what unfinished cells left cannot be moved there: {e.strerror}"
+                ) from None
+        self.save()
 
     def _set_aside(self) -> None:
         """Move what unfinished cells left out of the reports' sight. Nothing is deleted."""
-        for cell in [c for c in self.facts["cells"] if not _is_done(c)]:
-            attempt = self.attempt(cell["name"])
-            (self.path.parent / ASIDE).mkdir(exist_ok=True)
-            for file in self.path.parent.glob(f"{_escaped(cell['name'])}.*"):
-                file.rename(self.path.parent / ASIDE / f"{attempt}-{file.name}")
+        aside = self.path.parent / ASIDE
+        for cell in [c for c in self.facts["cells"] if not self._is_done(c)]:
+            aside.mkdir(exist_ok=True)
+            left = f"{_escaped(cell['name'])}.*"
+            free = next(n for n in count(self.attempt(cell["name"])) if not any(aside.glob(f"{n}-{left}")))
+            for file in list(self.path.parent.glob(left)):
+                file.rename(aside / f"{free}-{file.name}")
             self.facts["cells"].remove(cell)
-            self.facts.setdefault("set_aside", []).append(cell)
+            self.facts["set_aside"] = [*(self.facts.get("set_aside") or []), cell]
 
     def attempt(self, name: str) -> int:
         """How often this cell was begun and set aside: each attempt has prompts of its own."""
-        return sum(cell["name"] == name for cell in self.facts.get("set_aside", []))
+        return sum(cell["name"] == name for cell in self.facts.get("set_aside") or [])
 
     def is_done(self, name: str) -> bool:
-        return any(cell["name"] == name and _is_done(cell) for cell in self.facts["cells"])
+        return any(cell["name"] == name and self._is_done(cell) for cell in self.facts["cells"])
+
+    def _is_done(self, cell: Mapping[str, Any]) -> bool:
+        """Did it end as it should, and are the files of all its workers there?"""
+        end = cell.get("end") or {}
+        files = records.files_of(self.path.parent).get(cell["name"], [])
+        return end.get("reason") in DONE and sum(f.stat().st_size > 0 for f in files) >= (end.get("workers") or 1)
 
     def header(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What a record file says of the run, so that it can be read alone."""
-        facts = {key: value for key, value in self.facts.items() if key not in ("cells", "set_aside", "declared")}
+        facts = {key: value for key, value in self.facts.items() if key not in OF_BOOK}
         return facts | {"settings": {**facts["settings"], **settings}}
 
     def begin_cell(self, name: str, facts: Mapping[str, Any]) -> None:
         self.facts["cells"].append({"name": name, "file": f"{name}.arrow", **facts})
+        self.facts["cells"].sort(key=lambda cell: int(cell["name"].partition("-")[0]))  # one may be measured again
         self.save()
 
     def end_cell(self, name: str, end: Mapping[str, Any]) -> None:
@@ -95,13 +180,7 @@ class Book:
         except ValueError as e:
             raise BenchError(f"{self.path}: the settings cannot be stored: {e}") from None
         except OSError as e:
-            if e.errno not in DISK_ERRORS:
-                raise
             raise BenchError(f"{self.path}: {e.strerror}; what was measured before is readable there") from None
-
-
-def _is_done(cell: Mapping[str, Any]) -> bool:
-    return (cell.get("end") or {}).get("reason") in DONE
 
 
 def _escaped(name: str) -> str:
@@ -125,13 +204,60 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _make_folder(out: Path) -> None:
+def _as_stored(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """As it would be read back from JSON."""
+    return dict(json.loads(json.dumps(facts)))
+
+
+def _without(value: Any, names: Sequence[str]) -> Any:
+    return {k: v for k, v in value.items() if k not in names} if isinstance(value, dict) else value
+
+
+def _salted(private: Mapping[str, Mapping[str, str]], salt: str) -> dict[str, dict[str, str]]:
+    """A slow hash of each value (scrypt, RFC 7914): it may be a secret that is short enough to be guessed."""
+    return {
+        target: {
+            name: hashlib.scrypt(f"{name}:{value}".encode(), salt=salt.encode(), n=1 << 14, r=8, p=1, dklen=8).hex()
+            for name, value in headers.items()
+        }
+        for target, headers in private.items()
+        if headers
+    }
+
+
+def _hold(folder: Path, *, resume: bool) -> IO[str] | None:
+    """The open lock of a run's folder, made where it is not there; None on file systems without locks."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            finish = ", or --resume to finish the run in it" if (out / "run.json").exists() else ""
-            raise BenchError(
-                f"--out {out}: the folder is not empty, and nothing is overwritten; give a new name{finish}"
-            )
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = folder / LOCK
+        if not resume and not lock.exists():
+            _check_empty(folder)  # before a file is put into a folder of someone else's
+        file = lock.open("a")
     except OSError as e:
-        raise BenchError(f"--out {out}: {e.strerror}") from None
+        raise BenchError(f"--out {folder}: {e.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not resume:
+            _check_empty(folder)
+    except BlockingIOError:
+        file.close()
+        raise BenchError(
+            f"--out {folder}: another llm-bench is measuring into it; wait until it has ended, or give a new --out"
+        ) from None
+    except OSError as e:
+        file.close()
+        if e.errno in NO_LOCKS:
+            return None
+        raise BenchError(f"--out {folder}: {e.strerror}") from None
+    except BenchError:
+        file.close()
+        raise
+    return file
+
+
+def _check_empty(folder: Path) -> None:
+    if any(path.name != LOCK for path in folder.iterdir()):
+        finish = ", or --resume to finish the run in it" if (folder / "run.json").exists() else ""
+        raise BenchError(
+            f"--out {folder}: the folder is not empty, and nothing is overwritten; give a new name{finish}"
+        )

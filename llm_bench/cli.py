@@ -34,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-targets_app = typer.Typer(help="Look at targets.", no_args_is_help=True)
+targets_app = typer.Typer(help="List the targets that are declared, or look at them.", invoke_without_command=True)
 app.add_typer(targets_app, name="targets")
 
 
@@ -321,6 +321,16 @@ def report(
         raise typer.Exit(3)
 
 
+@targets_app.callback()
+def list_targets(context: typer.Context, targets_file: TargetsFile = Path("targets.toml")) -> None:
+    from llm_bench import targets as known
+
+    if context.invoked_subcommand is None:
+        found = known.parse(",".join(known.names(targets_file)), targets_file, {})
+        lines = [f"{t.name}  {t.url or 'built in, started for a run'}  {t.api}\n" for t in found]
+        terminal.show("".join(lines))
+
+
 @targets_app.command("check")
 def check(
     context: typer.Context,
@@ -377,19 +387,23 @@ def selfcheck() -> None:
 
     from llm_bench import calibration
     from llm_bench import selfcheck as check
+    from llm_bench.host import host
 
     say, live = terminal.voice()
+    before = host()
     found = check.run(check.STEPS, say, live)
-    table = Table(title="This client on this machine", title_justify="left", box=box.SIMPLE)
+    table = Table(title="This client on this machine", title_justify="left", box=box.SIMPLE, padding=(0, 0, 0, 1))
     for heading in check.HEADINGS:
         table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
     for row in check.rows(found):
         table.add_row(*row)
-    console = Console(width=max(Console().width, 90))
+    console = Console(width=80)  # a wider terminal shows no more, and a narrower one must cut no number
     with console.capture() as shown:
         console.print(table)
-    calibration.save({name: f._asdict() for name, f in found.items()}, check.ceiling(found))
     terminal.show(shown.get() + check.LEGEND)
+    if warning := check.busy(found, before["load_average"], before["cores"]):
+        say(warning)
+    calibration.save({name: f._asdict() for name, f in found.items()}, check.ceiling(found))
     say(f"kept in {calibration.store()}")
 
 

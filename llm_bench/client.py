@@ -14,8 +14,16 @@ LEAST_SLOTS_SHARE = 0.9  # of a closed loop's slots that are at the server, on a
 MAX_CPU_SHARE = 0.85
 MAX_CEILING_SHARE = 0.8  # of what `selfcheck` found that a core of this machine can take
 
-LATE, BUSY, LIMITED = "client lateness", "client busy", "client limited"
-CLIENT_LIMITED = (LATE, BUSY, LIMITED)  # under any of these the figures say no more than what the client could do
+MIN_STALL_MS = 10.0  # shorter ones come with any operating system
+MIN_STALL_SHARE = 0.005  # of the window: half of what a p99 is made of
+
+LATE, STALLED, BUSY, LIMITED = "client lateness", "client stalled", "client busy", "client limited"
+CLIENT_LIMITED = (
+    LATE,
+    STALLED,
+    BUSY,
+    LIMITED,
+)  # under any of these the figures are the client's as much as the target's
 
 
 def _lateness(f: Facts) -> str:
@@ -63,6 +71,31 @@ def _busy(f: Facts) -> str:
     return f"{' and '.join(found)}. Stamps may be late; lower the load" if found else ""
 
 
+def _stalled(f: Facts) -> str:
+    """Stalls of the event loop that touch the window and last longer than a typical gap between tokens.
+
+    Over a whole run a p99 is blind to them: a loop that stands still for 1 s looks at itself once in that time.
+    """
+    stalls = [(at, at + round(ms * 1e6)) for at, ms in f.end.get("loop_stalls") or [] if ms > MIN_STALL_MS]
+    stalls = [(at, end) for at, end in stalls if at < f.window.end_ns and end > f.window.start_ns]
+    if not stalls:
+        return ""
+    typical_ns = (f.figure("itl_p50") or 0.0) * 1e6
+    begun_ns, ended_ns = np.array([(at, end) for at, end in stalls if end - at > typical_ns], np.int64).reshape(-1, 2).T
+    if not len(begun_ns):
+        return ""
+    at_ns, level = windows.steps(begun_ns, ended_ns)  # of several workers at once they count once
+    share = windows.integral_s(at_ns, np.minimum(level, 1), f.window) / f.window.seconds
+    if share < MIN_STALL_SHARE:
+        return ""
+    times = "once" if len(begun_ns) == 1 else f"{len(begun_ns)} times"
+    longest_ms = float((ended_ns - begun_ns).max()) / 1e6
+    return (
+        f"its event loop stood still {times} in the window, for up to {longest_ms:.0f} ms, "
+        f"{share:.2%} of it: what came meanwhile was stamped late. Use a quieter or faster machine, or lower the load"
+    )
+
+
 def _limited(f: Facts) -> str:
     ceiling, workers = f.end.get("ceiling") or {}, int(f.ended("workers")) or 1
     ended = windows.attempted(f.cell) & (f.cell["end_ns"] >= f.window.start_ns) & (f.cell["end_ns"] < f.window.end_ns)
@@ -81,6 +114,7 @@ def _limited(f: Facts) -> str:
 CLIENT_CHECKS: dict[str, Callable[[Facts], str]] = {
     LATE: _lateness,
     "idle slots": _idle_slots,
+    STALLED: _stalled,
     BUSY: _busy,
     LIMITED: _limited,
 }

@@ -38,6 +38,7 @@ class Cell:
     last_ns: np.ndarray  # int64 (n,)
     complete: bool = True  # False: the file ends in the middle (crash); the rows before are whole
     gauge: np.ndarray = field(default_factory=lambda: NO_GAUGE)  # (k, 2): at ns, this many in flight
+    absent: tuple[str, ...] = ()  # names of the record files that a cell of so many workers has and this one lacks
     _columns: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     _codes: dict[str, tuple[list[str], np.ndarray]] = field(default_factory=dict, repr=False)
 

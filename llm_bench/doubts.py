@@ -9,7 +9,7 @@ import numpy as np
 from llm_bench import metrics, windows
 from llm_bench.client import CLIENT_CHECKS
 from llm_bench.columns import Cell
-from llm_bench.facts import STOPPED, Facts
+from llm_bench.facts import NO_END, Facts, stopped
 from llm_bench.identities import identities
 from llm_bench.metrics import Value
 from llm_bench.outcomes import failures, retried
@@ -48,14 +48,21 @@ def doubts(
 def _incomplete(f: Facts) -> str:
     if f.cell.complete:
         return ""
+    if f.cell.absent:
+        named = f"{', '.join(f.cell.absent)} of {f.cell.header.get('workers')} workers' files"
+        return f"{named} is not there: what is in it is missing from rates and counts. Repeat it"
     return f"the record file ends in the middle (a crash?): {f.cell.n} whole requests, later ones are lost. Repeat it"
 
 
 def _stopped(f: Facts) -> str:
-    reason, planned = f.end.get("reason") or "", f.header("plan").get("requests") or f.cell.n
-    if reason in STOPPED:
-        return f"{STOPPED[reason]}. Run it again"
-    if reason != "exhausted" or not _fell_short(f):
+    planned = f.header("plan").get("requests") or f.cell.n
+    if f.reason == NO_END:
+        return f"{f.stopped}; {f.cell.n} of at most {planned} requests are recorded. Run it again"
+    if stopped(f.reason):
+        lost = int(f.cell.labelled("lost with its worker").sum())
+        left = f"; {lost} requests that it had begun are lost with it" if lost else ""
+        return f"{f.stopped}{left}. Run it again"
+    if f.reason != "exhausted" or not _fell_short(f):
         return ""
     if f.header("settings").get("loop_trace"):
         return f"the {planned} requests planned at most ran out before --duration was over. Give --requests above that"
@@ -88,10 +95,10 @@ def _too_short(f: Facts) -> str:
 def _overload(f: Facts) -> str:
     if not f.window.growth:
         return ""
-    return (
-        f"backlog grows {f.window.growth:.2f} requests/s where {f.figure('arrival_rate'):.2f}/s arrive, so all other "
-        "figures depend on how long the run was. Lower --rate or --speed"
-    )
+    grows = f"backlog grows {f.window.growth:.2f} requests/s where {f.figure('arrival_rate'):.2f}/s arrive"
+    if f.stopped:
+        return f"{grows}; but records that are lost look like a backlog, and {f.stopped}"
+    return f"{grows}, so all other figures depend on how long the run was. Lower --rate or --speed"
 
 
 def _not_sustained(f: Facts) -> str:
@@ -127,9 +134,9 @@ def _cut(f: Facts) -> str:
     cut = int((f.due & outcome_in(f.cell, "cut_at_end")).sum())
     if not cut:
         return ""
-    reason = f.end.get("reason") or ""
-    when = f"when {STOPPED[reason]}" if reason in STOPPED else "at the end"
-    advice = ". Raise --drain" if reason in ("exhausted", "duration") else ""
+    cause = "" if f.reason == NO_END else stopped(f.reason)
+    when = f"when {cause}" if cause else "at the end"
+    advice = ". Raise --drain" if f.reason in ("exhausted", "duration") else ""
     return f"{cut} of {int(f.due.sum())} were in flight {when}: neither slow nor fast, left out{advice}"
 
 
@@ -147,6 +154,8 @@ def _delivered(f: Facts) -> str:
         return ""
     pinned = f.header("probe").get("lengths_pinned")
     cause = "although a probe showed that lengths can be pinned" if pinned else "the server ends answers itself"
+    if got > asked:
+        cause = "the server goes on past max_tokens, or its usage counts more than the answer"
     return f"{got} of {asked} asked ({got / asked:.1%}): {cause}. Compare tokens, not requests"
 
 
@@ -250,7 +259,10 @@ def _too_long(f: Facts) -> str:
 
 def _turns(f: Facts) -> str:
     lost = f.end.get("turns_not_sent") or 0
-    return f"{lost}, since one before them failed or was cut" if lost else ""
+    causes = ["the duration was over"] if f.reason == "duration" else []
+    if not causes or outcome_in(f.cell, "failed", "cut_at_end").any():
+        causes.append("one before them failed or was cut")
+    return f"{lost}, since {' or '.join(causes)}" if lost else ""
 
 
 def _failed(f: Facts) -> str:

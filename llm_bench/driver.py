@@ -16,6 +16,8 @@ from llm_bench.clock import Timer, now_ns
 from llm_bench.exchange import CANCELLED, CLOSED, COMPLETE, CUT, Exchange
 from llm_bench.retry import Tried
 
+OTHERS_NS = 50_000_000  # where several processes share a closed loop: how often one looks how far the others are
+
 
 class Plan(Protocol):
     """What the driver needs to know of a plan. Its rows are requests; offsets are ns from the start of the drive."""
@@ -104,6 +106,7 @@ class Slots(Protocol):
         """The row that begins the next conversation, which now holds a slot; -1: none is left."""
         ...
 
+    def gone(self) -> bool: ...  # none is left to take
     def leave(self) -> None: ...  # a conversation has given its slot back
     def ended(self, row: int) -> None: ...  # a request has ended
     def warm(self, warmup: int) -> bool: ...  # `warmup` requests and the first wave have ended, and all slots are held
@@ -117,14 +120,19 @@ class OwnSlots:
         self.alone = True
         self.opened_ns = 0
         self._concurrency = concurrency
-        self._waiting = iter(first)
+        self._first, self._taken = first, 0
         self._wave = set(first[:concurrency])  # rows of the first wave that have not ended
         self._busy = self._ended = 0
 
     def take(self) -> int:
-        row = next(self._waiting, -1)
-        self._busy += row >= 0
-        return row
+        if self.gone():
+            return -1
+        self._taken += 1
+        self._busy += 1
+        return self._first[self._taken - 1]
+
+    def gone(self) -> bool:
+        return self._taken >= len(self._first)
 
     def leave(self) -> None:
         self._busy -= 1
@@ -161,6 +169,8 @@ async def closed_loop(
     by the limits of its own, and nothing is cut. Exceptions of `send` and `done` end the drive. `slots`: this process's
     part where several share the loop; `start_ns`: their common start. `note` is told each (row, due_ns).
     """
+    if stop.is_set():
+        return Drive(start_ns or now_ns(), reason="interrupted")
     held: Slots = OwnSlots(plan.first, concurrency) if slots is None else slots
     armed = False
 
@@ -183,8 +193,16 @@ async def closed_loop(
         held.ended(flight.index)
         return done(flight)
 
-    flights = _Flights(plan, send, ended, gauge or Gauge(), look_for_window, coming=None if held.alone else 1 << 62)
+    flights = _Flights(plan, send, ended, gauge or Gauge(), look_for_window, shared=not held.alone)
     drive = flights.drive
+
+    def look_at_the_others() -> None:
+        """They may have opened the window or taken the last conversation, while nothing of ours ended to say so."""
+        look_for_end()
+        if held.gone():
+            flights.none_left()
+        if not drive.reason:
+            flights.timer.call_at(now_ns() + OTHERS_NS, look_at_the_others)
 
     async def slot(due_ns: int) -> None:
         await flights.sleep_until(due_ns)
@@ -193,11 +211,15 @@ async def closed_loop(
             due_ns = await flights.conversation(first, due_ns)
             held.leave()
             look_for_end()  # another process may have seen the window open
+        if held.gone():
+            flights.none_left()
         drive.window_close_ns = drive.window_close_ns or due_ns
 
     drive.start_ns = start_ns or now_ns()
     for number in held.numbers:
         flights.start(slot(drive.start_ns + round(ramp_s * 1e9 * number / concurrency)))
+    if not held.alone:
+        look_at_the_others()
     await flights.run(stop, drain_s)
     return drive
 
@@ -227,6 +249,8 @@ async def open_loop(
     the conversations of this process where several share the plan; `start_ns`: their common start. `note` is told each
     (row, due_ns). `spin_ns`: of clock.Timer.
     """
+    if stop.is_set():
+        return Drive(start_ns or now_ns(), reason="interrupted")
     mine = plan.first if firsts is None else firsts
     last_ns = round(duration_s * 1e9) if duration_s is not None else 1 << 62
     order = sorted((i for i in mine if plan.due_ns[i] <= last_ns), key=plan.due_ns.__getitem__)
@@ -253,6 +277,7 @@ async def open_loop(
 
     drive.start_ns = start_ns or now_ns()
     flights.last_due_ns = drive.start_ns + last_ns
+    flights.drain_from_ns = drive.start_ns + max((d for i in plan.first if (d := plan.due_ns[i]) <= last_ns), default=0)
     if duration_s is not None:
         flights.timer.call_at(flights.last_due_ns, lambda: flights.end("duration"))
     if order:
@@ -290,21 +315,23 @@ class _Flights:
         became_due: Note,
         cap: int | None = None,
         firsts: Sequence[int] | None = None,
-        coming: int | None = None,
+        shared: bool = False,
         spin_ns: int = 0,
     ) -> None:
         self.drive = Drive()
         self.gauge = gauge
         self.timer = Timer(spin_ns)
         self.last_due_ns = 1 << 62
+        self.drain_from_ns = 0  # not before this: others may still send
         self._plan, self._send, self._done, self._became_due = plan, send, done, became_due
         self._free = cap if cap is not None else 1 << 62  # places under the cap
         self._freed_ns = 0  # since when there has been one
         self._queue: deque[asyncio.Future[int]] = deque()
         self._due: dict[int, int] = {}
-        if coming is None:
-            coming = len(plan) if firsts is None else sum(self._turns(i) for i in firsts)
-        self._coming = coming
+        self._shared = shared
+        self._coming = len(plan) if firsts is None else sum(self._turns(i) for i in firsts)
+        if shared:
+            self._coming = 1  # that more may be taken; `begin` adds what was
         self._asleep: dict[asyncio.Task[object], int] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._failure: BaseException | None = None
@@ -315,8 +342,17 @@ class _Flights:
     # ---- one conversation
 
     def begin(self, first: int, due_ns: int) -> None:
-        self.drive.turns_not_sent += self._turns(first)
+        turns = self._turns(first)
+        self.drive.turns_not_sent += turns
+        if self._shared:
+            self._coming += turns
         self._falls_due(first, due_ns)
+
+    def none_left(self) -> None:
+        """No conversation of those that several processes share is left to begin."""
+        if self._shared:
+            self._shared = False
+            self._lose(1)
 
     async def conversation(self, index: int, due_ns: int) -> int:
         """The turns that follow each other from a row that `begin` has seen. Returns when the last one ended, in ns."""
@@ -453,6 +489,8 @@ class _Flights:
             self._idle.set_result(None)
         try:
             await asyncio.wait((self._all_sent, self._idle, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if drain_s is not None:
+                drain_s += max(0.0, (self.drain_from_ns - now_ns()) / 1e9)
             await asyncio.wait((self._idle, stopping), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done() and not self._idle.done():
                 self.end("interrupted")

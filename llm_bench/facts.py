@@ -11,7 +11,20 @@ from llm_bench.metrics import Value
 from llm_bench.series import due_in, outcome_in
 from llm_bench.windows import Window
 
-STOPPED = {"interrupted": "the run was interrupted", "target gone": "the target no longer answered"}
+NO_END = "no end"  # the reason of a cell that run.json lists and says no more of
+STOPPED = {
+    "interrupted": "the run was interrupted",
+    "target gone": "the target no longer answered",
+    NO_END: "it has no end: killed, or stopped by an error",
+}
+
+
+def stopped(reason: str) -> str:
+    """What ended a cell early, in words: `worker 1 killed by signal 9`, or of STOPPED. "" for other reasons."""
+    if reason.startswith("worker "):
+        _, number, how = (*reason.split(maxsplit=2), "died")[:3]
+        return f"worker {number} died ({how})"
+    return STOPPED.get(reason, "")
 
 
 class Facts(NamedTuple):
@@ -34,7 +47,12 @@ class Facts(NamedTuple):
     @property
     def stopped(self) -> str:
         """What ended the cell before its time, in words: no setting of the user's would have helped."""
-        return STOPPED.get(self.end.get("reason") or "", "" if self.cell.complete else "the records break off")
+        return stopped(self.reason) or ("" if self.cell.complete else "the records break off")
+
+    @property
+    def reason(self) -> str:
+        """What the driver says that the cell ended by, "" where it says nothing."""
+        return str(self.end.get("reason") or "")
 
     def ended(self, name: str) -> float:
         """A number of the driver's last word, 0 where it did not say it."""

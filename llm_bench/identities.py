@@ -53,7 +53,7 @@ def _lost_of_plan(cell: Cell, end: Mapping[str, Any]) -> str:
     plan = cell.header.get("plan")
     planned = plan.get("requests") if isinstance(plan, Mapping) else None
     unsent = end.get("turns_not_sent") or 0
-    if planned is None or end.get("reason") != "exhausted" or planned - unsent == cell.n:
+    if planned is None or (end.get("reason") != "exhausted" and cell.n <= planned) or planned - unsent == cell.n:
         return ""
     turns = f", of which {unsent} turns never became due" if unsent else ""
     return f"{planned} requests were planned{turns}, {cell.n} are recorded"

@@ -7,43 +7,30 @@ import math
 import shutil
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from llm_bench import calibration, clock, driver, limits, records, retry, shards, targets, wire
+from llm_bench.beside import Clerk, Say, Ticker, longest, progress
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
 from llm_bench.exchange import CONNECT_ERROR
 from llm_bench.host import cores
 from llm_bench.plan import Plan
-from llm_bench.records import DISK_ERRORS, Writer
-from llm_bench.shards import Board, SharedSlots
+from llm_bench.records import DISK_ERRORS, OUTCOMES, Writer
+from llm_bench.shards import Board, Part, SharedSlots
 
 GONE_AFTER = 20  # refused connections in a row, none answered between: then the target is asked whether it lives
-TICK_S = 0.25  # progress and records to disk, at 4 Hz
-LAG_TICK_S = 0.02  # how late the event loop is: looked at 50 times a second, for a thousandth of a core
-CLERK_NS = 500_000  # at a time, on records: about the reads of ten sockets
-CLERK_HOLDS = 1000  # landed flights without a record
 MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
 
 UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of what a core of 2023 was seen to carry
 SHARE_OF_A_CORE = 0.5  # a worker that is busier than this stamps late now and then
-
-Say = Callable[[str], None]
-
-
-class Part(NamedTuple):
-    """One worker's part of a cell. A cell that is not shared has one, without a board."""
-
-    name: str  # of its files
-    worker: int = 0
-    workers: int = 1
-    board: Board | None = None
 
 
 def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers: int = 1) -> dict[str, Any]:
@@ -52,27 +39,34 @@ def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers:
     Raises BenchError where the disk is full or this machine gives no more sockets; what was measured by then is
     readable.
     """
-    out = cell.options.out
-    workers = crew(cell, workers)
+    out, asked = cell.options.out, workers
+    workers = crew(cell, asked)
     work = Plan(cell.requests, cell.due_ns, out / f"{cell.name}.spool", cell.next_payload)
     try:
-        _check_disk(out, cell)
-        work.write(cell.first_payloads(live))
-        live("")
-        for line in announcement(cell, workers):
-            say(f"{cell.name}: {line}")
-        facts = {**header, **_facts(cell, work, workers)}
-        if workers == 1:
-            end = _drive(cell, work, facts, Part(cell.name), live)
-        else:
-            end = _share(cell, work, facts, workers, say, live)
-        return end | {"workers": workers, "ceiling": calibration.ceiling()}
+        with _disk_errors(out):
+            _check_disk(out, cell)
+            work.write(cell.first_payloads(live))
+            live("")
+            for line in announcement(cell, workers, asked):
+                say(f"{cell.name}: {line}")
+            facts = {**header, **_facts(cell, work, workers)}
+            if workers == 1:
+                end = _drive(cell, work, facts, Part(cell.name), live)
+            else:
+                end = _share(cell, work, facts, workers, say, live)
+            return end | {"workers": workers, "ceiling": calibration.ceiling()}
+    finally:
+        work.close()
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as e:
         if e.errno not in DISK_ERRORS:
             raise
         raise BenchError(f"{out}: {e.strerror}; what was written before is readable there") from None
-    finally:
-        work.close()
 
 
 def _check_disk(folder: Path, cell: Cell) -> None:
@@ -87,11 +81,14 @@ def _check_disk(folder: Path, cell: Cell) -> None:
 
 
 def crew(cell: Cell, asked: int) -> int:
-    """Workers: as asked, 0 as many as the load seems to need; with no more than slots, places or conversations.
+    """Workers: as asked, 0 as many as the load seems to need; with no more than slots or conversations.
 
+    A cap is held by one worker: its queue is one, in order, and shares of it would stand empty beside a full one.
     By the probe: what the streams would send, alone as fast as they go, against half of what a core is known to carry.
     """
     load = cell.load
+    if load.max_in_flight is not None:
+        return 1
     if not asked:
         core = calibration.ceiling() or UNCALIBRATED
         tokens = float(np.mean([r.tokens_out or 1 for r in cell.requests]))
@@ -100,7 +97,7 @@ def crew(cell: Cell, asked: int) -> int:
             requests_per_s = len(cell.requests) / max(float(cell.due_ns.max()) / 1e9, 1.0)
         busy = requests_per_s * tokens / core["events_per_s"] + requests_per_s / core["requests_per_s"]
         asked = min(math.ceil(busy / SHARE_OF_A_CORE), max(1, cores() - 1))
-    places = load.concurrency or load.max_in_flight or asked
+    places = load.concurrency or asked
     return max(1, min(asked, places, sum(r.turn == 0 for r in cell.requests)))
 
 
@@ -115,8 +112,8 @@ def ramp_s(cell: Cell) -> float:
     return min(cell.alone_s, MAX_RAMP_S)
 
 
-def announcement(cell: Cell, workers: int = 1) -> list[str]:
-    """The effective settings, and what can be known of the cell before it runs."""
+def announcement(cell: Cell, workers: int = 1, asked: int = 0) -> list[str]:
+    """The effective settings, and what can be known of the cell before it runs. `asked`: workers, 0 as many as fit."""
     load, count = cell.load, len(cell.requests)
     limits_s = asdict(cell.options.timeouts).items()
     shown = ", ".join(f"{name[:-2]} {'none' if s is None else f'{s:g} s'}" for name, s in limits_s)
@@ -132,7 +129,9 @@ def announcement(cell: Cell, workers: int = 1) -> list[str]:
                 f"{count} requests are few for {load.concurrency} slots: {warmup} of warm-up and a window of "
                 f"{5 * load.concurrency} at least, or the cell is `too short`"
             )
-    elif load.rate is not None:
+    if load.max_in_flight is not None and asked > 1:
+        lines.append(f"a cap is held by one worker: {asked} were asked for, 1 is used")
+    if load.concurrency is None and load.rate is not None:
         sent = cell.due_ns[cell.due_ns >= 0]
         span_s = max(float(sent.max()) / 1e9, 1e-9)
         rate = (len(sent) - 1) / span_s
@@ -176,7 +175,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
     options, load, board = cell.options, cell.load, part.board
     stop, stopped_by = asyncio.Event(), ""
     refused_in_a_row = 0
-    clerk = _Clerk(cell, writer)
+    clerk = Clerk(cell, writer)
 
     def halt(reason: str) -> None:
         nonlocal stopped_by
@@ -213,12 +212,15 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
         )
         for url in cell.target.urls
     ]
-    turn = itertools.cycle(lines)
+    first = part.worker % len(lines)  # else all workers would ask the same one at the same time
+    turn = itertools.cycle(lines[first:] + lines[:first])
     send = retry.retrying(lambda *shot: next(turn).send(*shot), options.retries, options.timeouts.total_s)
     gauge = driver.Gauge()
-    start_ns = board.wait_for_start(part.worker) if board is not None else clock.now_ns()
-    ticker = _Ticker(cell, gauge, writer, part, live)
-    ticking = [asyncio.create_task(task) for task in (ticker.run(), ticker.watch_the_loop(), clerk.run(stop))]
+    start_ns = await board.wait_for_start(part.worker, stop) if board is not None else clock.now_ns()
+    ticker = Ticker(cell, gauge, writer, part, live)
+    beside = [asyncio.create_task(task) for task in (ticker.run(), ticker.watch_the_loop(), clerk.run())]
+    for task in beside:
+        task.add_done_callback(lambda _: stop.set())  # they end by failing only: a full disk, or our own mistake
     cpu_ns, begun_ns = time.process_time_ns(), clock.now_ns()
     try:
         if load.concurrency is not None:
@@ -240,12 +242,11 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
                 note=note,
             )
         else:
-            cap = load.max_in_flight
             drive = await driver.open_loop(
                 work,
                 send,
                 done,
-                max_in_flight=None if cap is None else len(range(part.worker, cap, part.workers)),
+                max_in_flight=load.max_in_flight,
                 duration_s=options.duration_s,
                 drain_s=options.drain_s,
                 stop=stop,
@@ -256,13 +257,19 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
                 spin_ns=round(options.spin_us * 1e3),
             )
     finally:
-        for task in ticking:
+        failed = [task for task in beside if task.done()]
+        for task in beside:
             task.cancel()
         for line in lines:
             line.close()
         live("")
+        if board is not None:
+            shards.defer_signals()
+        for task in failed:
+            task.result()
         clerk.finish()
     ticker.tell()
+    sent_ns, sent_cpu_ns = ticker.last_sent or (clock.now_ns(), time.process_time_ns())
     np.save(options.out / f"{part.name}.gauge.npy", gauge.steps())
     return {
         "reason": stopped_by or drive.reason,
@@ -271,111 +278,11 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
         "cut": drive.cut,
         "peak_in_flight": gauge.peak,
         "client_cpu_s": (time.process_time_ns() - cpu_ns) / 1e9,
-        "client_cpu_share": (time.process_time_ns() - cpu_ns) / max(clock.now_ns() - begun_ns, 1),
-        "loop_lag_p99_ms": float(np.percentile(ticker.late_ms, 99)) if ticker.late_ms else 0.0,
+        "client_cpu_share": (sent_cpu_ns - cpu_ns) / max(sent_ns - begun_ns, 1),  # as long as it sent
+        "loop_lag_p99_ms": float(np.percentile(ticker.late_ns, 99)) / 1e6 if ticker.late_ns else 0.0,
+        "loop_stalls": ticker.stalls(),
         "counts": dict(cell.counts),
     }
-
-
-class _Clerk:
-    """Makes records out of landed flights, a little at a time, so that sends and stamps need not wait for it.
-
-    Reading an answer of a hundred tokens takes as long as ten reads of a socket.
-    """
-
-    def __init__(self, cell: Cell, writer: Writer) -> None:
-        self._cell, self._writer = cell, writer
-        self._landed: deque[driver.Flight] = deque()
-        self._wake = asyncio.Event()
-        self._failure: OSError | None = None
-
-    def enter(self, flight: driver.Flight) -> bool:
-        """Make its record now. Is the answer a success, or left by plan?"""
-        record = self._cell.record(flight)
-        self._writer.write(record)
-        return record.outcome in ("ok", "cancelled")
-
-    def put(self, flight: driver.Flight) -> None:
-        """Make its record soon; at once where too many wait, since answers that came are held in memory until then."""
-        self._landed.append(flight)
-        self._wake.set()
-        while len(self._landed) > CLERK_HOLDS:
-            self.enter(self._landed.popleft())
-
-    async def run(self, stop: asyncio.Event) -> None:
-        try:
-            while True:
-                until_ns = clock.now_ns() + CLERK_NS
-                while self._landed and clock.now_ns() < until_ns:
-                    self.enter(self._landed.popleft())
-                if self._landed:
-                    await asyncio.sleep(0)  # the sockets' turn
-                else:
-                    self._wake.clear()
-                    await self._wake.wait()
-        except OSError as e:  # the disk refuses: the drive ends, and `finish` says why
-            self._failure = e
-            stop.set()
-
-    def finish(self) -> None:
-        """Make the records that are left. Raises what the disk said."""
-        if self._failure is not None:
-            raise self._failure
-        while self._landed:
-            self.enter(self._landed.popleft())
-
-
-class _Ticker:
-    """Progress at 4 Hz, records to disk, and how late the event loop is: a tick that comes late says so."""
-
-    def __init__(self, cell: Cell, gauge: driver.Gauge, writer: Writer, part: Part, live: Say) -> None:
-        self.late_ms: list[float] = []
-        self._cell, self._gauge, self._writer, self._part, self._live = cell, gauge, writer, part, live
-        self._begun_s = time.monotonic()
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._writer.flush()
-            self.tell()
-            if self._part.board is None:
-                counts = self._cell.counts
-                figures = (sum(counts.values()), self._gauge.now, counts["failed"], self._cell.tokens)
-                self._live(progress(self._cell, figures, time.monotonic() - self._begun_s))
-
-    def tell(self) -> None:
-        """This worker's figures for the parent's line."""
-        part, counts = self._part, self._cell.counts
-        if part.board is not None:
-            for name, value in (
-                ("in_flight", self._gauge.now),
-                ("landed", sum(counts.values())),
-                ("failed", counts["failed"]),
-                ("tokens", self._cell.tokens),
-            ):
-                part.board.set(part.worker, name, value)
-
-    async def watch_the_loop(self) -> None:
-        while True:
-            due_s = time.monotonic() + LAG_TICK_S
-            await asyncio.sleep(LAG_TICK_S)
-            self.late_ms.append((time.monotonic() - due_s) * 1e3)
-
-
-def progress(cell: Cell, figures: tuple[int, int, int, int], ran_s: float) -> str:
-    """One line of (ended, in flight, failed, tokens of ok answers)."""
-    ended, in_flight, failed, tokens = figures
-    planned = len(cell.requests)
-    if cell.options.duration_s is not None:
-        left = f"about {max(cell.options.duration_s - ran_s, 0):.0f} s left, warm-up and drain not counted"
-    elif ended:
-        left = f"about {ran_s / ended * (planned - ended):.0f} s left"
-    else:
-        left = "waiting for the first answer"
-    return (
-        f"{cell.name}: {ended} of {planned} done, {in_flight} in flight, {failed} failed, "
-        f"{tokens / max(ran_s, 1e-9):,.0f} tokens/s so far, {left}"
-    )
 
 
 # ---- several
@@ -388,7 +295,8 @@ def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: 
 
     def body(number: int) -> dict[str, Any]:
         part = Part(f"{cell.name}.w{number}", number, workers, board)
-        return _drive(cell, work, {**facts, "worker": number}, part, lambda text: None)
+        with _disk_errors(cell.options.out):
+            return _drive(cell, work, {**facts, "worker": number}, part, lambda text: None)
 
     def watch() -> None:
         landed, in_flight, failed, tokens = (board.total(name) for name in ("landed", "in_flight", "failed", "tokens"))
@@ -397,19 +305,24 @@ def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: 
     outcomes = shards.run(workers, body, board, watch)
     live("")
     ends = [o.end for o in outcomes if o.end is not None]
-    reasons = [end["reason"] for end in ends]
+    reasons = [end["reason"] for end in ends] + ["interrupted"] * board.interrupted
     end: dict[str, Any] = {
         "reason": next((r for r in ("target gone", "interrupted", "duration") if r in reasons), "exhausted"),
         "start_ns": min((e["start_ns"] for e in ends), default=0),
         "worker_loop_lag_ms": [e["loop_lag_p99_ms"] for e in ends],
         "loop_lag_p99_ms": max((e["loop_lag_p99_ms"] for e in ends), default=0.0),
         "client_cpu_share": max((e["client_cpu_share"] for e in ends), default=0.0),  # of the busiest worker
-        "counts": {name: sum(e["counts"][name] for e in ends) for name in cell.counts},
+        "loop_stalls": longest([stall for e in ends for stall in e["loop_stalls"]]),
+        "counts": {name: sum(e["counts"][name] for e in ends) for name in OUTCOMES},
     }
     end |= {name: sum(e[name] for e in ends) for name in ("turns_not_sent", "cut", "client_cpu_s")}
     dead = [o for o in outcomes if o.died]
     if dead:
-        lost = _account_for(cell, facts, board, dead)
+        written, lost = _account_for(cell, facts, board, dead)
+        for name, count in written.items():
+            end["counts"][name] += count
+        end["counts"]["cut_at_end"] += lost
+        end["cut"] += lost
         for outcome in dead:
             say(f"{cell.name}: worker {outcome.worker} {outcome.died}")
         say(
@@ -417,17 +330,30 @@ def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: 
             if lost
             else f"{cell.name}: none lost"
         )
-        end["reason"] = f"worker {dead[0].worker} {dead[0].died}"
+        if errors := [o.error for o in dead if o.error]:
+            raise BenchError(errors[0])
+        if not board.interrupted:
+            end["reason"] = f"worker {dead[0].worker} {dead[0].died}"
     return end
 
 
-def _account_for(cell: Cell, facts: Mapping[str, Any], board: Board, dead: list[shards.Outcome]) -> int:
-    """Records of what dead workers had begun and not written: cut, with the reason. Returns how many."""
-    now, lost = clock.now_ns(), 0
+def _account_for(
+    cell: Cell, facts: Mapping[str, Any], board: Board, dead: list[shards.Outcome]
+) -> tuple[Counter[str], int]:
+    """Records of what dead workers had begun and not written: cut, with the reason.
+
+    Returns how many of each outcome they had written, and how many were lost.
+    """
+    now, lost, counts = clock.now_ns(), 0, Counter[str]()
     writer = Writer(cell.options.out / f"{cell.name}.lost.arrow", dict(facts))
     for outcome in dead:
-        path = cell.options.out / f"{cell.name}.w{outcome.worker}.arrow"
-        written = set(records.read(path)["index"].tolist()) if path.exists() else set()
+        try:
+            recorded = records.read(cell.options.out / f"{cell.name}.w{outcome.worker}.arrow")
+        except BenchError:  # it had written none, or not even begun a file
+            written = set[int]()
+        else:
+            written = set(recorded["index"].tolist())
+            counts.update(recorded["outcome"].tolist())
         for row in np.flatnonzero(board.taken == outcome.worker + 1).tolist():
             if row in written:
                 continue
@@ -438,4 +364,4 @@ def _account_for(cell: Cell, facts: Mapping[str, Any], board: Board, dead: list[
             writer.write(record)
             lost += 1
     writer.close()
-    return lost
+    return counts, lost

@@ -10,9 +10,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,13 +163,18 @@ def read(path: Path) -> Cell:
 def read_cell(folder: Path, name: str) -> Cell:
     """The cell `name` of a run's folder, pooled from all of its record files: the workers' and what the parent added.
 
-    Its gauge is the sum of theirs; where the gauge of one that has records is missing there is none. Raises BenchError
-    as `read` does, and where the cell has no file.
+    Its gauge is the sum of theirs; where the gauge of one that has records is missing there is none. Where the file of
+    a worker is missing, the cell names it and is not complete. Raises BenchError as `read` does, where the cell has no
+    file, and where its files are of different runs, cells or plans.
     """
     files = files_of(folder).get(name)
     if not files:
         raise BenchError(f"{folder}: no record file of a cell {name!r} ({name}.arrow, {name}.w0.arrow, ...)")
-    return _pooled(files)
+    cell = _pooled(files)
+    workers = cell.header.get("workers") or 1
+    expected = [f"{name}.w{k}.arrow" for k in range(workers)] if workers > 1 else []
+    absent = tuple(file for file in expected if file not in {path.name for path in files})
+    return replace(cell, absent=absent, complete=cell.complete and not absent)
 
 
 _SHARD = re.compile(r"(.+?)(?:\.w(\d+)|\.(lost))?\.arrow")  # NAME.arrow, NAME.w0.arrow, NAME.lost.arrow
@@ -187,6 +192,8 @@ def files_of(folder: Path) -> dict[str, list[Path]]:
 
 def _pooled(paths: Sequence[Path]) -> Cell:
     parts = [_open(path) for path in paths]
+    for path, part in zip(paths[1:], parts[1:], strict=True):
+        _check_same(paths[0], parts[0].header, path, part.header)
     gauges, whole = [], True
     for path, part in zip(paths, parts, strict=True):
         gauge, readable = _gauge_of(path)
@@ -199,6 +206,23 @@ def _pooled(paths: Sequence[Path]) -> Cell:
         return from_table(table, parts[0].header, whole and all(part.complete for part in parts), gauge)
     except ValueError as e:
         raise BenchError(f"{paths[0]}: {e}") from None
+
+
+def _check_same(first: Path, mine: Mapping[str, Any], other: Path, theirs: Mapping[str, Any]) -> None:
+    """Files pooled into one cell were written by one run: a copied one would count another run's requests."""
+    for key in ("run_id", "cell", "plan.hash", "workers"):
+        a, b = (_inside(header, key) for header in (mine, theirs))
+        if a != b:
+            raise BenchError(
+                f"{other}: {key} is {b!r}, and {a!r} in {first}: files of two runs or cells cannot be read as one. "
+                "Move the one that does not belong here"
+            )
+
+
+def _inside(header: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    found = header.get(section)
+    return (found or {}).get(name) if name else found
 
 
 class _Opened(NamedTuple):

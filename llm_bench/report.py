@@ -26,6 +26,7 @@ DEFAULT_UNSTREAMED = ("e2e_p50", "e2e_p95", "e2e_p99", *_OF_A_CELL)  # whole ans
 UNLISTED = "run.json does not list this cell: of another run, or copied here"
 LIMITED = "client-limited: upper bounds of latency, lower bounds of throughput"
 RECONNECTED_SHARE = 0.1  # above it the target closes what a client would have kept open
+DROPS_SHARE, DROPS_ALIKE = 0.5, "a server that drops requests within 50 ms would look the same"
 WIDTH = 100  # columns where the terminal does not say
 SHORT = {"cut_at_end": "cut"}  # outcomes as column heads
 
@@ -134,7 +135,8 @@ def _remarks(sheet: Sheet) -> list[str]:
         lines.append(sheet.attempts.text)
     anew, tried = sheet.reconnected
     if anew > RECONNECTED_SHARE * tried:
-        lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew")
+        alike = f"; {DROPS_ALIKE}" if anew > DROPS_SHARE * tried else ""
+        lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew{alike}")
     lines += [f"failed: {failure.text}, first: {failure.first_error}" for failure in sheet.failures]
     return lines
 

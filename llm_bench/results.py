@@ -12,7 +12,7 @@ from llm_bench.client import CLIENT_LIMITED
 from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt, doubts
 from llm_bench.errors import BenchError
-from llm_bench.facts import STOPPED
+from llm_bench.facts import NO_END, stopped
 from llm_bench.identities import Little, little
 from llm_bench.metrics import Value
 from llm_bench.outcomes import Attempts, Failure
@@ -133,7 +133,8 @@ def verdict(run: Run) -> Verdict:
 def load_run(path: Path) -> Run:
     """The run in folder `path`; without its run.json every record file found there.
 
-    Raises BenchError where there is no such folder, no cell, or a file that is none of ours.
+    A cell whose files cannot be read is one that is missing, with the reason. Raises BenchError where there is no such
+    folder, no cell in it, or none that can be read.
     """
     if not path.is_dir():
         raise BenchError(f"{path}: no such run folder")
@@ -147,9 +148,16 @@ def load_run(path: Path) -> Run:
         raise BenchError(f"{path}: no run: no record file (*.arrow) in it")
     there = [name for name in listed if name in files] + [name for name in files if name not in listed]
     lost = [Missing(*_place(e), "it was begun and left no records") for n, e in listed.items() if n not in files]
-    missing = lost + _never_run(facts, list(listed.values()))
-    cells = [_measured(path, name, listed.get(name, {}), name in listed or not book.is_file()) for name in there]
-    return Run(path, facts, cells, missing)
+    cells, refused = [], []
+    for name in there:
+        try:
+            cells.append(_measured(path, name, listed.get(name), name in listed or not book.is_file()))
+        except BenchError as e:
+            refused.append((name, e))
+    if refused and not cells:
+        raise refused[0][1]
+    unread = [Missing(*_place(listed.get(name) or {"target": name}), f"it cannot be read: {e}") for name, e in refused]
+    return Run(path, facts, cells, lost + unread + _never_run(facts, list(listed.values())))
 
 
 def _entry_name(entry: Mapping[str, Any], where: str) -> str:
@@ -172,21 +180,24 @@ def _never_run(facts: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]) -> 
     left = planned - Counter(map(_place, begun))
     why = "not run when the run last wrote down where it was"
     for last in begun[-1:]:
-        if stopped := STOPPED.get((last.get("end") or {}).get("reason") or ""):
-            why = f"not run, since {stopped} ({' at '.join(_place(last))})"
+        if cause := stopped((last.get("end") or {}).get("reason") or ""):
+            why = f"not run, since {cause} ({' at '.join(_place(last))})"
     return [Missing(target, load, why) for target, load in left.elements()]
 
 
-def _measured(folder: Path, name: str, entry: Mapping[str, Any], listed: bool) -> Measured:
-    cell = records.read_cell(folder, name)
+def _measured(folder: Path, name: str, entry: Mapping[str, Any] | None, listed: bool) -> Measured:
+    """`entry`: what run.json says of it. An end that it never got is a reason too."""
+    cell, ended = records.read_cell(folder, name), {} if entry is None else {"reason": NO_END}
+    entry = entry or {}
+    end = ended if entry.get("end") is None else entry["end"]
     try:
-        window = windows.of(cell)
+        window = windows.of(cell, end)
     except BenchError as e:
         raise BenchError(f"{folder / name}.arrow: {e}") from None
     load = cell.header["load"]
     stored = [Doubt(d["kind"], d["text"]) for d in entry.get("doubts") or []]
     label, target = str(load.get("label") or _load_label(load)), cell.header.get("target") or {}
-    return Measured(name, str(target.get("name") or "?"), label, cell, window, entry.get("end") or {}, stored, listed)
+    return Measured(name, str(target.get("name") or "?"), label, cell, window, end, stored, listed)
 
 
 def _load_label(load: Mapping[str, Any]) -> str:

@@ -3,18 +3,20 @@
 Everything that a cell measured is on disk before the next begins; `run.json` names the cells and how each ended.
 """
 
+import hashlib
 import signal
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llm_bench import plan, probe, prompts, targets, trace
+from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
 from llm_bench.errors import BenchError
-from llm_bench.measure import Say, measure
+from llm_bench.measure import measure
 from llm_bench.plan import Load
 from llm_bench.request import Trace
 from llm_bench.targets import Target
@@ -67,8 +69,9 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
         plan.due_times(rows.requests, load, options.seed)
     if options.requests and not options.loop_trace and len(rows.requests) < options.requests:
         say(f"trace: it has {len(rows.requests)} requests, fewer than --requests {options.requests}: each is sent once")
-    book = Book(options.out, _asked(job, options, rows), resume=job.resume)
+    private = {target.name: target.headers for target in job.targets}
     with ExitStack() as stack:
+        book = stack.enter_context(closing(Book(options.out, _asked(job, options, rows), private, resume=job.resume)))
         _stop_on_term()
         ready = []
         for declared in job.targets:
@@ -80,6 +83,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             if effect:
                 say(f"{target.name}: {effect}")
             ready.append((target, found, requests, effect))
+        book.begin({target.name: _deciding(found) for target, found, _, _ in ready})
         cells = ((*facts, load) for facts in ready for load in job.loads)
         for number, (target, found, requests, effect, load) in enumerate(cells):
             name = cell_name(number, target, load)
@@ -115,7 +119,25 @@ def _asked(job: Job, options: Options, rows: Trace) -> dict[str, Any]:
         "declared": [target.public() for target in job.targets],
         "loads": [load.label for load in job.loads],
         "trace": trace_facts | {"rows": len(rows.requests), "skipped": rows.skipped},
+        "hashes": {
+            "trace": _hash(repr(request).encode() for request in rows.requests),
+            "tokenizers": {t.name: _hash([Path(t.tokenizer).read_bytes()]) for t in job.targets if t.tokenizer},
+            "loads": _hash(repr(asdict(load)).encode() for load in job.loads),  # a label does not say everything
+        },
     }
+
+
+def _deciding(found: probe.Probe) -> dict[str, Any]:
+    """What of a probe's findings decides the work, and is the same at every probe of the same server."""
+    asks = found.ask._asdict() | {"extra": dict(found.ask.extra)}
+    return {"model": found.model, "max_model_len": found.max_model_len, "ask": asks}
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _stop_on_term() -> None:

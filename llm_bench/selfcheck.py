@@ -31,6 +31,7 @@ class Step(NamedTuple):
     itl_ms: float = 0.0
 
 
+BUSY_MS = 5.0  # p99 error of a stamp: an idle machine of our time is below 1
 # Streams at 50 tokens/s, as FINDINGS of the field's clients are given; the last three find where one core ends.
 STEPS: dict[str, Step] = {
     "1 stream": Step(Load(concurrency=1), 20, 8, 20.0, 20.0),
@@ -117,11 +118,25 @@ def ceiling(found: Mapping[str, Found]) -> dict[str, float]:
     }
 
 
+def busy(found: Mapping[str, Found], load_average: float | None, cores: int) -> str:
+    """Why these figures are of a machine that did other work too; "" for one that seems to have been idle.
+
+    `load_average`: of the minute before the first step; None where the system has none.
+    """
+    why = []
+    if load_average is not None and load_average > cores / 2:
+        why.append(f"its load average before was {load_average:.1f} on {cores} cores")
+    errors = [pair[1] for f in found.values() for pair in (f.ttft_error_ms, f.gap_error_ms) if pair is not None]
+    if max(errors, default=0.0) > BUSY_MS:
+        why.append(f"a p99 error of {max(errors):,.1f} ms is over {BUSY_MS:g} ms")
+    return f"this machine was busy ({'; '.join(why)}): do it again when it is idle" if why else ""
+
+
 def rows(found: Mapping[str, Found]) -> list[tuple[str, ...]]:
-    """What `llm-bench selfcheck` prints, under HEADINGS."""
+    """What `llm-bench selfcheck` prints, under HEADINGS: lines of p50, then of p99."""
 
     def pair(values: tuple[float, float] | None) -> str:
-        return "–" if values is None else f"{values[0]:.2f} / {values[1]:.2f}"
+        return "–\n–" if values is None else "\n".join(f"{v:.2f}" if v < 100 else f"{v:,.0f}" for v in values)
 
     return [
         (
@@ -132,16 +147,17 @@ def rows(found: Mapping[str, Found]) -> list[tuple[str, ...]]:
             f"{f.cpu_per_1k_events_s:.4f}",
             f"{f.requests_per_core_s:,.0f}",
             f"{f.events_per_core_s:,.0f}",
-            f"{f.failed}" if f.failed else "0",
+            f"{f.failed:,}",
         )
         for name, f in found.items()
     ]
 
 
-HEADINGS = ("step", "TTFT error", "gap error", "lag", "CPU s/1k", "req/s", "events/s", "failed")
+HEADINGS = ("step", "TTFT\nerror", "gap\nerror", "lag", "CPU s\nper 1k", "req/s", "events/s", "failed")
 LEGEND = (
-    "Errors and lag in ms, p50 / p99. TTFT error: the first token's stamp here minus the server's own, taken just\n"
-    "before its write. Lag: sent after due. CPU s/1k: CPU seconds per 1,000 token events, records written. req/s and\n"
-    "events/s: what one core would carry if it did nothing else. Streams of 50 tokens/s; `requests` and `whole\n"
-    "answers` come at once.\n"
+    "Errors and lag in ms: p50, under it p99. TTFT error: the first token's stamp\n"
+    "here minus the server's own, taken just before its write. Lag: sent after due.\n"
+    "CPU s per 1k: CPU seconds per 1,000 token events, records written. req/s and\n"
+    "events/s: what one core would carry if it did nothing else. Streams of\n"
+    "50 tokens/s; `requests` and `whole answers` come at once.\n"
 )

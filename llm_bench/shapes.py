@@ -39,6 +39,13 @@ AMOUNT = Shape("a number of 0 or more", lambda v: _number(v) and v >= 0)
 INTEGER = Shape("a whole number", _whole)
 COUNT = Shape("a whole number of 1 or more", lambda v: _whole(v) and v >= 1)
 
+WORKERS = Shape("a whole number of 1 to 4096", lambda v: _whole(v) and 1 <= v <= 4096)
+STALL = Shape(
+    "a stall, [ns, ms of 0 to 1e9]",
+    lambda v: isinstance(v, list) and len(v) == 2 and _whole(v[0]) and _number(v[1]) and 0 <= v[1] <= 1e9,
+    required=True,
+)
+
 _LOAD = {"kind": TEXT, "label": TEXT, "concurrency": COUNT, "rate": NUMBER, "speed": NUMBER}
 _LOAD |= {"warmup": AMOUNT, "duration_s": AMOUNT, "max_in_flight": COUNT}
 
@@ -50,6 +57,7 @@ HEADER: dict[str, Shape] = {
     **{f"load.{key}": shape for key, shape in _LOAD.items()},
     "plan": OBJECT,
     "plan.requests": INTEGER,
+    "workers": WORKERS,
     "probe": OBJECT,
     "probe.rtt_ms": NUMBER,
     "probe.base_tokens": NUMBER,
@@ -77,6 +85,8 @@ RUN: dict[str, Shape] = {
     "cells[].end.loop_lag_p99_ms": NUMBER,
     "cells[].end.worker_loop_lag_ms": LIST,
     "cells[].end.worker_loop_lag_ms[]": NUMBER._replace(required=True),
+    "cells[].end.loop_stalls": LIST,
+    "cells[].end.loop_stalls[]": STALL,
     "cells[].end.client_cpu_share": NUMBER,
     "cells[].end.workers": COUNT,
     "cells[].end.ceiling": OBJECT,

@@ -4,6 +4,7 @@ Workers are forked, so that a plan of any size is shared and none is built twice
 the Board; the parent reads. Only taking the next conversation needs a lock, which goes free when its holder dies.
 """
 
+import asyncio
 import ctypes
 import fcntl
 import json
@@ -16,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,27 +27,31 @@ from llm_bench.errors import BenchError
 
 POLL_S = 0.1  # how soon the parent sees that a worker is gone, and looks at the figures
 START_DELAY_NS = 50_000_000  # from the last worker's being ready to the common start
-TERM_S = 10.0  # for workers to cut and write when another has died
+TERM_S = 10.0  # for workers to cut and write when another has failed, or the run is interrupted
+TWICE_S = 0.5  # a signal this soon after another is the same one: `timeout` tells a process and then its whole group
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+BEFORE_START = "stopped before it had begun"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 # A worker's row of counters.
 COUNTERS = ("ready", "in_flight", "landed", "failed", "tokens", "busy", "ended", "wave_ended")
 _COLUMN = {name: i for i, name in enumerate(COUNTERS)}
-_NEXT, _OPENED_NS, _START_NS = range(3)  # of Board.common
+_NEXT, _OPENED_NS, _START_NS, _STOP = range(4)  # of Board.common
+_FAILED, _INTERRUPTED = 1, 2  # in _STOP
 
 
 class Board:
     """What parent and workers share: counters (workers, len(COUNTERS)), common facts, and who took which request."""
 
     def __init__(self, workers: int, requests: int) -> None:
-        cells = workers * len(COUNTERS) + 3 + 2 * requests
+        cells = workers * len(COUNTERS) + 4 + 2 * requests
         self._memory = mmap.mmap(-1, max(8 * cells, 8))  # anonymous and shared: children see the same pages
         words = np.frombuffer(self._memory, np.int64, cells)
         at = workers * len(COUNTERS)
         self.counters = words[:at].reshape(workers, len(COUNTERS))
-        self.common = words[at : at + 3]
-        self.taken = words[at + 3 : at + 3 + requests]  # 1 + number of the worker that began it, 0: nobody yet
-        self.due_ns = words[at + 3 + requests :]  # when it became due, 0 before that
+        self.common = words[at : at + 4]
+        self.taken = words[at + 4 : at + 4 + requests]  # 1 + number of the worker that began it, 0: nobody yet
+        self.due_ns = words[at + 4 + requests :]  # when it became due, 0 before that
         self._lock, name = tempfile.mkstemp()  # a file without a name: record locks need one, nothing is written
         Path(name).unlink()
         weakref.finalize(self, os.close, self._lock)
@@ -75,6 +81,10 @@ class Board:
         return number
 
     @property
+    def taken_so_far(self) -> int:
+        return int(self.common[_NEXT])
+
+    @property
     def opened_ns(self) -> int:
         return int(self.common[_OPENED_NS])
 
@@ -82,12 +92,27 @@ class Board:
     def opened_ns(self, at_ns: int) -> None:
         self.common[_OPENED_NS] = at_ns
 
-    def wait_for_start(self, worker: int) -> int:
-        """Say that this worker is ready; returns the common start in ns, which lies ahead."""
+    async def wait_for_start(self, worker: int, stop: asyncio.Event) -> int:
+        """Say that this worker is ready; returns the common start in ns, which lies ahead.
+
+        0, and `stop` set, where there is none: another worker failed, or the run is interrupted.
+        """
         self.set(worker, "ready", 1)
-        while not self.common[_START_NS]:
-            time.sleep(0.001)
+        while not self.started:
+            if self.common[_STOP]:
+                stop.set()
+            if stop.is_set():
+                return 0
+            await asyncio.sleep(0.001)
         return int(self.common[_START_NS])
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.common[_STOP] == _INTERRUPTED)
+
+    def stop(self, interrupted: bool) -> None:
+        """Those that wait for the start end. The first reason stands."""
+        self.common[_STOP] = self.common[_STOP] or (_INTERRUPTED if interrupted else _FAILED)
 
     @property
     def started(self) -> bool:
@@ -95,6 +120,15 @@ class Board:
 
     def start(self, at_ns: int) -> None:
         self.common[_START_NS] = at_ns
+
+
+class Part(NamedTuple):
+    """One worker's part of a cell. A cell that is not shared has one, without a board."""
+
+    name: str  # of its files
+    worker: int = 0
+    workers: int = 1
+    board: Board | None = None
 
 
 class SharedSlots:
@@ -117,6 +151,9 @@ class SharedSlots:
             self._wave_rows.add(row)
         self._board.add(self._worker, "busy", 1)
         return row
+
+    def gone(self) -> bool:
+        return self._board.taken_so_far >= len(self._first)
 
     def leave(self) -> None:
         self._board.add(self._worker, "busy", -1)
@@ -149,39 +186,59 @@ class Outcome(NamedTuple):
 
     worker: int
     end: dict[str, Any] | None  # what its body returned
-    died: str  # "" or why there is no `end`: "killed by signal 9", "ended with code 1"
+    died: str  # "" or why there is no `end`: "killed by signal 9", "ended with code 1", "failed"
+    error: str = ""  # the text of the BenchError that it raised
 
 
 def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch: Callable[[], None]) -> list[Outcome]:
     """Fork `workers` processes that each run body(number); `watch` is called every POLL_S. In the order of numbers.
 
-    A worker that dies without a result ends the others with SIGTERM, which they take as the end of the run; those that
-    do not end within TERM_S are killed. SIGINT and SIGTERM of the parent are handed on; workers whose parent dies get
-    SIGTERM from the kernel. Raises BenchError as the first worker that raised one did.
+    A worker that dies, or raises BenchError, ends the others with SIGTERM, which they take as the end of the run; those
+    that do not end within TERM_S are killed. SIGINT and SIGTERM of the parent are handed on in the same way, and a
+    second one kills at once. Workers whose parent dies get SIGTERM from the kernel.
     """
-    crew = [_fork(number, body) for number in range(workers)]
-    alive = dict(enumerate(crew))
+    alive: dict[int, _Member] = {}
     outcomes: dict[int, Outcome] = {}
+    told_s = deadline_s = float("inf")
 
-    def hand_on(number: int, _frame: object = None) -> None:
-        for member in alive.values():
-            os.kill(member.pid, number)
+    def hand_on(number: int) -> None:
+        for member in list(alive.values()):
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    deadline_s = float("inf")
+    def stop(number: int, interrupted: bool) -> None:
+        nonlocal deadline_s
+        board.stop(interrupted)
+        deadline_s = min(deadline_s, time.monotonic() + TERM_S)
+        hand_on(number)
+
+    def told(number: int, _frame: object = None) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > TWICE_S:
+            hand_on(signal.SIGKILL)
+        else:
+            told_s = min(told_s, time.monotonic())
+            stop(number, interrupted=True)
+
+    # No signal is lost between a fork and who is to hear of it: it waits until both sides have their handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before: dict[int, Any] = {}
     try:
+        for number in range(workers):
+            alive[number] = _fork(number, body)
+        before = {number: signal.signal(number, told) for number in STOPPING}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         while alive:
             for number, member in list(alive.items()):
                 pid, status = os.waitpid(member.pid, os.WNOHANG)
                 if pid:
                     del alive[number]
-                    outcomes[number] = _outcome(number, member.pipe, status)
-            if any(o.died for o in outcomes.values()) and alive and deadline_s == float("inf"):
-                hand_on(signal.SIGTERM)
-                deadline_s = time.monotonic() + TERM_S
+                    outcomes[number] = _outcome(number, member.result, status, board)
+            if any(o.died for o in outcomes.values()) and deadline_s == float("inf"):
+                stop(signal.SIGTERM, interrupted=False)
             if time.monotonic() > deadline_s:
                 hand_on(signal.SIGKILL)
-            if board.total("ready") == workers and not board.started:
+            if board.total("ready") == workers and not board.started and deadline_s == float("inf"):
                 board.start(time.monotonic_ns() + START_DELAY_NS)
             watch()
             time.sleep(POLL_S if board.started else 0.001)
@@ -189,28 +246,33 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
         hand_on(signal.SIGKILL)  # only where this process fails itself: else none is alive
         for number, handler in before.items():
             signal.signal(number, handler)
-    for outcome in (outcomes[number] for number in range(workers)):
-        if outcome.end is not None and "bench_error" in outcome.end:
-            raise BenchError(outcome.end["bench_error"])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     return [outcomes[number] for number in range(workers)]
+
+
+def defer_signals() -> None:
+    """For a worker whose loop has ended: what it has yet to write is short, and no signal may tear it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 class _Member(NamedTuple):
     pid: int
-    pipe: int  # its result comes here
+    result: int  # a file in memory: a pipe would hold 64 kB, and 4 where a user has many
 
 
 def _fork(number: int, body: Callable[[int], dict[str, Any]]) -> _Member:
-    read, write = os.pipe()
+    result = os.memfd_create("result")
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        os.close(write)
-        return _Member(pid, read)
+        return _Member(pid, result)
     code = 1
     try:
+        for stopping in STOPPING:  # the parent's would raise KeyboardInterrupt; a loop brings handlers of its own
+            signal.signal(stopping, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it died before we asked to be told
             os._exit(1)
@@ -218,7 +280,8 @@ def _fork(number: int, body: Callable[[int], dict[str, Any]]) -> _Member:
             end = body(number)
         except BenchError as e:
             end = {"bench_error": str(e)}
-        os.write(write, json.dumps(end).encode())
+        with open(result, "wb", closefd=False) as file:
+            file.write(json.dumps(end).encode())
         code = 0
     except BaseException:  # noqa: BLE001  # nothing may run on in this copy of the parent: say what it was and end
         traceback.print_exc()
@@ -227,11 +290,17 @@ def _fork(number: int, body: Callable[[int], dict[str, Any]]) -> _Member:
         os._exit(code)
 
 
-def _outcome(number: int, pipe: int, status: int) -> Outcome:
-    with open(pipe, "rb") as file:  # a descriptor, no path
+def _outcome(number: int, result: int, status: int, board: Board) -> Outcome:
+    with open(result, "rb") as file:  # a descriptor, no path; its place in the file is shared with who wrote it
+        file.seek(0)
         text = file.read()
     if os.WIFSIGNALED(status):
-        return Outcome(number, None, f"killed by signal {os.WTERMSIG(status)}")
+        by = os.WTERMSIG(status)
+        early = by in STOPPING and board.interrupted and not board.started
+        return Outcome(number, None, BEFORE_START if early else f"killed by signal {by}")
     if os.WEXITSTATUS(status) or not text:
         return Outcome(number, None, f"ended with code {os.WEXITSTATUS(status)}")
-    return Outcome(number, json.loads(text), "")
+    end = json.loads(text)
+    if "bench_error" in end:
+        return Outcome(number, None, "failed", str(end["bench_error"]))
+    return Outcome(number, end, "")

@@ -68,6 +68,11 @@ class Target:
         return asdict(self) | {"headers": sorted(self.headers)}
 
 
+def names(file: Path) -> list[str]:
+    """Of every target that can be given by its name alone. Raises BenchError as `parse` does."""
+    return list(dict.fromkeys([*(_declared(file) if file.exists() else {}), *BUILT_IN]))
+
+
 def parse(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
     """`vllm,mine=http://host:8000/v1,reference` -> Targets; bare names are looked up in `file` or built in.
 

@@ -3,7 +3,9 @@
 Windows are half-open, [start_ns, end_ns). Requests belong to them by due time, tokens by event time (METRICS.md).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +40,11 @@ class Window:
         return (self.end_ns - self.start_ns) / 1e9
 
 
-def of(cell: Cell) -> Window:
-    """The window of a cell by the load in its header. Raises BenchError for a load that is none of ours."""
+def of(cell: Cell, end: Mapping[str, Any] | None = None) -> Window:
+    """The window of a cell by the load in its header; `end`: how the driver says the cell ended, where it does.
+
+    Raises BenchError for a load that is none of ours.
+    """
     load = cell.header.get("load") or {}
     kind = load.get("kind")
     duration_s = load.get("duration_s")
@@ -47,17 +52,26 @@ def of(cell: Cell) -> Window:
         if not load.get("concurrency"):
             raise BenchError("record header: a closed load without its concurrency")
         duration_ns = None if duration_s is None else round(duration_s * 1e9)
-        return closed(cell, load["concurrency"], load.get("warmup"), duration_ns)
+        return closed(cell, load["concurrency"], load.get("warmup"), duration_ns, _refilled(cell, end or {}))
     if kind in ("open", "replay"):
         return open_(cell, load.get("warmup"))
     raise BenchError(f"record header: load kind {kind!r}, known are closed, open, replay")
 
 
-def closed(cell: Cell, concurrency: int, warmup: float | None, duration_ns: int | None) -> Window:
+def _refilled(cell: Cell, end: Mapping[str, Any]) -> bool:
+    """Was every slot refilled until the duration was over? So it was where conversations of the plan never began."""
+    planned = (cell.header.get("plan") or {}).get("requests") or 0
+    return end.get("reason") == "duration" and cell.n + (end.get("turns_not_sent") or 0) < planned
+
+
+def closed(
+    cell: Cell, concurrency: int, warmup: float | None, duration_ns: int | None, refilled: bool = False
+) -> Window:
     """Closed loop of `concurrency` slots. `warmup` in requests, None: the longer of 2N and the end of the first wave.
 
     Opens at the first moment with N in flight after `warmup` requests and the whole first wave have ended; closes when
-    the first slot is not refilled, whatever the reason, or after `duration_ns`.
+    the first slot is not refilled, whatever the reason, or after `duration_ns`. `refilled`: all were for as long, so
+    that a user of whom nothing more came was thinking when the drive ended.
     """
     due = cell["due_ns"]
     begun_ns, slot_ns, freed_ns = _conversations(cell)
@@ -76,7 +90,7 @@ def closed(cell: Cell, concurrency: int, warmup: float | None, duration_ns: int 
     start_ns = max(warm_ns, int(at_ns[full[0]]))
     unfilled = freed_ns[freed_ns > begun_ns[-1]]
     end_ns, why = (int(unfilled.min()), "the first slot that was not refilled") if len(unfilled) else (0, "")
-    if duration_ns is not None and start_ns + duration_ns <= end_ns:
+    if duration_ns is not None and (start_ns + duration_ns <= end_ns or (refilled and has_sessions(cell))):
         end_ns, why = start_ns + duration_ns, f"{duration_ns / 1e9:g} s later"
     if end_ns <= start_ns:
         return _never(cell, "the last request had left before the first wave and warm-up ended", wave)

@@ -452,6 +452,12 @@ def test_a_choice_that_was_asked_for_and_never_came_is_a_truncated_stream():
     assert "fewer than asked" in answer.error
 
 
+def test_a_redirect_is_a_failure_that_names_where_to():
+    answer = answered([], status=307, head={"location": "http://other/v1"})
+    assert verdict(answer) == ("failed", "http_3xx")
+    assert "http://other/v1: redirects are not followed" in answer.error
+
+
 def test_why_a_rejected_request_was_not_tried_again_is_in_its_error():
     reads = [(1, b'{"error": {"message": "busy"}}')]
     answer = answered(reads, status=503, error="Retry-After 86400 s is over the total time-out of 3 s")

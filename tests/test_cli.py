@@ -253,3 +253,13 @@ def test_a_proxy_of_the_environment_is_not_used_and_that_is_said(tmp_path):
     assert ran.err.count("HTTP_PROXY of the environment is not used") == 1
     assert "sk-secret" not in ran.err
     assert "PROXY" not in bypassed.err
+
+
+def test_targets_alone_lists_what_can_be_named(tmp_path):
+    (tmp_path / "targets.toml").write_text('[targets.mine]\nurl = "http://127.0.0.1:8000/v1"\n')
+    done = subprocess.run(
+        command("targets"), capture_output=True, text=True, check=False, cwd=tmp_path, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["mine", "reference", "null"]
+    assert "http://127.0.0.1:8000/v1" in done.stdout

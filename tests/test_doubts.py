@@ -85,6 +85,10 @@ TROUBLE = {
     "retries": (lambda: found(requests(attempts=2)), "100 of 100 ok requests were not so at first"),
     "client lateness": (lambda: found(cell(LATE, load=OPEN)), "12% of TTFT is this client's own (mean 12.00 of 99"),
     "idle slots": (lambda: found(half_idle()), "on average 1.0 of 2 slots were at the server"),
+    "client stalled": (
+        lambda: found(requests(), loop_stalls=[[ns(500), 1000.0]]),
+        "stood still once in the window, for up to 1000 ms, 10.10% of it",
+    ),
     "client busy": (lambda: found(requests(), loop_lag_p99_ms=30.0, client_cpu_share=0.97), "97% of a core"),
     "client limited": (lambda: found(requests(), ceiling={"events_per_s": 60}), "50 of at most 60 events/s (83%)"),
     "delivered tokens": (lambda: found(requests(asked_out=6)), "500 of 600 asked (83.3%)"),
@@ -173,7 +177,9 @@ def stopped(reason: str) -> dict[str, str]:
 
 
 def test_a_run_that_was_stopped_gets_no_advice_on_settings() -> None:
-    for reason, words in (("interrupted", "the run was interrupted"), ("target gone", "the target no longer answered")):
+    reasons = {"interrupted": "the run was interrupted", "target gone": "the target no longer answered"}
+    reasons["worker 1 killed by signal 9"] = "worker 1 died (killed by signal 9)"
+    for reason, words in reasons.items():
         got = stopped(reason)
         assert got["cut requests"] == f"2 of 14 were in flight when {words}: neither slow nor fast, left out"
         assert got["ended early"] == f"{words}. Run it again"
@@ -271,3 +277,55 @@ def test_a_client_near_its_ceiling_is_the_limit() -> None:
 def test_the_latest_of_several_event_loops_counts() -> None:
     assert "ran 30.0 ms late" in found(requests(), loop_lag_p99_ms=2.0, worker_loop_lag_ms=[2.0, 30.0])["client busy"]
     assert "client busy" not in found(requests(), loop_lag_p99_ms=2.0, worker_loop_lag_ms=[2.0, 3.0])
+
+
+def test_stalls_count_where_they_touch_the_window_and_are_longer_than_a_gap() -> None:
+    def stalled(*stalls: tuple[float, float], gap: float = 20.0) -> str:
+        rows = [record(i, 100 * i, events=[100 * i + 50 + gap * k for k in range(5)]) for i in range(100)]
+        return found(cell(rows, load=OPEN), loop_stalls=[[ns(at), ms] for at, ms in stalls]).get("client stalled", "")
+
+    many = [(500 + 100 * k, 19.9) for k in range(9)]
+    assert stalled(*many) == ""  # no longer than the gaps between tokens
+    assert "1.81%" in stalled(*many, gap=1.0)
+    assert stalled(*[(500 + 100 * k, 9.9) for k in range(9)], gap=1.0) == ""  # as any operating system does
+    assert stalled((500, 49.0), gap=1.0) == ""  # under half a percent of the window: no percentile is made of it
+    assert "once" in stalled((500, 50.0), gap=1.0)
+    assert stalled((-400, 399.0), (9_901, 500.0)) == ""  # before the window and after it
+    assert "2 times in the window, for up to 400 ms, 4.04% of it" in stalled((-1, 300.0), (0, 400.0))  # two workers
+
+
+def test_a_cell_without_an_end_is_doubted_whatever_its_records_say() -> None:
+    planned = {"plan": {"requests": 150}}
+    text = found(requests(head=planned), reason="no end")["ended early"]
+    assert text.startswith("it has no end: killed, or stopped by an error; 100 of at most 150 requests are recorded")
+    overloaded = found(growing(), reason="no end")["overloaded"]
+    assert "Lower" not in overloaded
+    assert "records that are lost look like a backlog, and it has no end" in overloaded
+    assert "Lower --rate" in found(growing(), reason="exhausted")["overloaded"]
+
+
+def test_a_dead_worker_is_named_with_what_is_lost() -> None:
+    rows = [record(i, 100 * i, events=[100 * i + 90]) for i in range(30)]
+    rows.append(record(30, 3000, end=3010, outcome="cut_at_end", labels=["lost with its worker"]))
+    got = found(cell(rows, load=OPEN), reason="worker 1 killed by signal 9")["ended early"]
+    assert got.startswith("worker 1 died (killed by signal 9); 1 requests that it had begun are lost with it.")
+
+
+def test_more_records_than_were_planned_break_an_identity_however_the_cell_ended() -> None:
+    for reason in ("duration", "interrupted", ""):
+        got = found(requests(head={"plan": {"requests": 99}}), reason=reason)
+        assert "99 requests were planned, 100 are recorded" in got["broken identity"]
+
+
+def test_turns_that_were_not_sent_when_the_duration_was_over_say_so() -> None:
+    over = "7, since the duration was over"
+    assert found(requests(), turns_not_sent=7, reason="duration")["turns not sent"] == over
+    spoiled = found(failing(4), turns_not_sent=7, reason="duration")["turns not sent"]
+    assert spoiled == f"{over} or one before them failed or was cut"
+    assert "duration" not in found(requests(), turns_not_sent=7, reason="exhausted")["turns not sent"]
+
+
+def test_a_usage_above_what_was_asked_is_not_put_down_to_early_ends() -> None:
+    probe = {"probe": PROBE | {"lengths_pinned": False}}
+    assert "ends answers itself" in found(requests(asked_out=6, head=probe))["delivered tokens"]
+    assert "its usage counts more than the answer" in found(requests(asked_out=4, head=probe))["delivered tokens"]

@@ -700,3 +700,63 @@ def test_timers_of_two_drives_do_not_meet() -> None:
         return len(at), at[0]
 
     assert asyncio.run(main()) == (1, 2)
+
+
+# ---- several processes: what one of them does, beside others that are only told of here
+
+
+class Shared:
+    """Slots of a loop whose last conversations others take: `gone` after so many of them, or by the clock."""
+
+    alone = False
+
+    def __init__(self, mine: Sequence[int], gone_after_ns: int = 0) -> None:
+        self.numbers: Sequence[int] = range(1)
+        self.opened_ns = 0
+        self._mine, self._gone_ns = list(mine), now_ns() + gone_after_ns
+
+    def take(self) -> int:
+        return self._mine.pop(0) if self._mine else -1
+
+    def gone(self) -> bool:
+        return not self._mine and now_ns() >= self._gone_ns
+
+    def leave(self) -> None: ...
+
+    def ended(self, row: int) -> None: ...
+
+    def warm(self, warmup: int) -> bool:
+        return False
+
+
+def test_the_drain_of_a_shared_closed_loop_begins_when_the_last_conversation_is_taken_by_whom_it_may() -> None:
+    begun = now_ns()
+    slots = Shared([0, 1], gone_after_ns=300 * MS)
+    got = drive(closed_loop, Rows([-1] * 9), service_ms=lambda row: 60_000 if row else 5, slots=slots, drain_s=0.2)
+    assert got.exchange(0).ended == COMPLETE
+    assert got.exchange(1).ended == CUT
+    assert 0.5 <= (now_ns() - begun) / 1e9 < 1.0
+    assert got.drive.reason == "exhausted"
+
+
+def test_the_drain_of_a_shared_closed_loop_waits_for_the_turns_of_its_own_conversations() -> None:
+    plan = conversations([0, 1], [2], think_ns=300 * MS)
+    got = drive(closed_loop, plan, service_ms=100, slots=Shared([0]), drain_s=0.15)
+    assert [got.exchange(row).ended for row in (0, 1)] == [COMPLETE, COMPLETE]
+
+
+def test_the_drain_of_a_shared_open_loop_runs_from_the_last_due_time_of_all() -> None:
+    plan = Rows([0, 400 * MS])
+    got = drive(open_loop, plan, service_ms=500, firsts=[0], drain_s=0.3)
+    assert got.exchange(0).ended == COMPLETE
+
+
+@pytest.mark.parametrize("loop", [closed_loop, open_loop])
+def test_a_stop_before_the_start_sends_nothing(loop: Loop) -> None:
+    async def main() -> tuple[Drive, Target]:
+        target, stop = Target(), asyncio.Event()
+        stop.set()
+        return await loop(Rows([0, 0]), target.send, lambda f: None, stop=stop, **DEFAULTS[loop]), target
+
+    result, target = asyncio.run(main())
+    assert (result.reason, target.sent) == ("interrupted", [])

@@ -219,6 +219,38 @@ def test_a_cell_of_workers_is_pooled_in_due_order_with_the_sum_of_their_gauges(t
         records.read_cell(tmp_path, "b")
 
 
+def write_with(path: Path, **head: object) -> Path:
+    writer = Writer(path, header() | {"run_id": "r", "cell": "a", "plan": {"hash": "h"}, "workers": 3} | head)
+    writer.close()
+    return path
+
+
+def test_a_missing_file_of_a_worker_is_named(tmp_path: Path) -> None:
+    for k in (0, 2):
+        write_with(tmp_path / f"a.w{k}.arrow")
+    cell = records.read_cell(tmp_path, "a")
+    assert (cell.absent, cell.complete) == (("a.w1.arrow",), False)
+    write_with(tmp_path / "a.w1.arrow")
+    cell = records.read_cell(tmp_path, "a")
+    assert (cell.absent, cell.complete) == ((), True)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ({"run_id": "s"}, "run_id is 's', and 'r' in"),
+        ({"cell": "b"}, "cell is 'b', and 'a' in"),
+        ({"plan": {"hash": "i"}}, "plan.hash is 'i', and 'h' in"),
+        ({"workers": 2}, "workers is 2, and 3 in"),
+    ],
+)
+def test_files_of_two_runs_are_not_pooled(tmp_path: Path, head: dict[str, object], said: str) -> None:
+    first, other = write_with(tmp_path / "a.w0.arrow"), write_with(tmp_path / "a.w1.arrow", **head)
+    with pytest.raises(BenchError) as refused:
+        records.read_cell(tmp_path, "a")
+    assert all(words in str(refused.value) for words in (str(first), str(other), said))
+
+
 def test_record_files_are_grouped_by_their_cell(tmp_path: Path) -> None:
     names = ["000-t-c=1.5.w0", "000-t-c=1.5.w11", "000-t-c=1.5.w2", "000-t-c=1.5.lost", "001-t.wx", "002-t"]
     for name in names:

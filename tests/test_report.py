@@ -11,7 +11,7 @@ import pytest
 from llm_bench import report
 from llm_bench.errors import BenchError
 from llm_bench.records import Record, Writer
-from tests.sample import header, record
+from tests.sample import header, ns, record
 
 # In ms. The window is from 0, the first due time, without warm-up, to the last, 400, whose request is in it.
 FIVE = [
@@ -248,6 +248,39 @@ def test_cells_that_run_json_does_not_know_are_added_and_those_without_records_n
     assert "missing cell: c at ?: it was begun and left no records" in report.render(run, [], "terminal")
 
 
+@pytest.mark.parametrize("torn", [b"", b"\xff\xff\xff\xff\x10\x00", b"nonsense"])
+@pytest.mark.parametrize("format_", report.FORMATS)
+def test_a_cell_that_cannot_be_read_is_named_and_the_others_are_shown(five: Path, torn: bytes, format_: str) -> None:
+    (five / "001-b.arrow").write_bytes(torn)
+    (five / "002-c.arrow").write_bytes(torn)  # of which run.json knows nothing
+    facts = json.loads((five / "run.json").read_text())
+    facts["cells"].append({"name": "001-b", "target": "b", "load": {"label": "c=4"}})
+    (five / "run.json").write_text(json.dumps(facts))
+    run = report.load_run(five)
+    assert [m.name for m in run.cells] == ["000-a"]
+    said = [d.text for d in report.verdict(run).doubts if d.kind == "missing cell"]
+    assert [text.split(": ")[0] for text in said] == ["b at c=4", "002-c at ?"]
+    assert all("it cannot be read: " in text and "not a record file of llm-bench" in text for text in said)
+    assert "001-b.arrow" in report.render(run, ["error_rate"], format_)
+    (five / "000-a.arrow").write_bytes(torn)
+    with pytest.raises(BenchError, match=r"000-a\.arrow: not a record file"):
+        report.load_run(five)
+
+
+def test_a_cell_that_run_json_lists_without_an_end_is_a_doubt(five: Path) -> None:
+    def early() -> list[str]:
+        return [d.text for d in report.verdict(report.load_run(five)).doubts if d.kind == "ended early"]
+
+    assert early() == []
+    facts = json.loads((five / "run.json").read_text())
+    del facts["cells"][0]["end"]
+    (five / "run.json").write_text(json.dumps(facts))
+    (text,) = early()
+    assert text.startswith("it has no end: killed, or stopped by an error; 5 of at most 5 requests")
+    (five / "run.json").unlink()
+    assert early() == []
+
+
 PLANNED = {"targets": ["a", "b"], "loads": ["c=2", "c=4"]}
 
 
@@ -425,11 +458,27 @@ def test_littles_law_stands_below_each_cell_and_many_reconnects_too(tmp_path: Pa
     rows[0].reconnects = 0
     write_cell(tmp_path / "run", "000-a", rows)
     assert "opened it anew" not in report.render(report.load_run(tmp_path / "run"), [], "md")
+    for row in rows:
+        row.reconnects = 1
+    write_cell(tmp_path / "run", "000-a", rows)
+    assert "a server that drops requests within 50 ms would look the same" in report.render(
+        report.load_run(tmp_path / "run"), [], "md"
+    )
+    for row in rows:
+        row.reconnects = 0
+    write_cell(tmp_path / "run", "000-a", rows)
+    assert "opened it anew" not in report.render(report.load_run(tmp_path / "run"), [], "md")
 
 
 @pytest.mark.parametrize("format_", report.FORMATS)
 @pytest.mark.parametrize(
-    "end", [{"loop_lag_p99_ms": 30.0}, {"worker_loop_lag_ms": [1, 40]}, {"ceiling": {"requests_per_s": 10}}]
+    "end",
+    [
+        {"loop_stalls": [[ns(500), 300.0]]},
+        {"loop_lag_p99_ms": 30.0},
+        {"worker_loop_lag_ms": [1, 40]},
+        {"ceiling": {"requests_per_s": 10}},
+    ],
 )
 def test_figures_that_the_client_limited_are_headed_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: dict[str, Any], format_: str
@@ -488,6 +537,8 @@ HOSTILE_BOOKS = {
     '{"cells": [{"name": "000-a", "end": {"loop_lag_p99_ms": "3"}}]}': "loop_lag_p99_ms: expected a number",
     '{"cells": [{"name": "000-a", "end": {"worker_loop_lag_ms": [1, "2"]}}]}': "worker_loop_lag_ms[1]: expected a num",
     '{"cells": [{"name": "000-a", "end": {"worker_loop_lag_ms": [null]}}]}': "[0]: expected a number, found nothing",
+    '{"cells": [{"name": "000-a", "end": {"loop_stalls": [[1]]}}]}': "loop_stalls[0]: expected a stall, [ns, ms of 0",
+    '{"cells": [{"name": "000-a", "end": {"loop_stalls": [[1, 1e300]]}}]}': "loop_stalls[0]: expected a stall, [ns, ms",
     '{"cells": [{"name": "000-a", "end": {"workers": 0}}]}': "workers: expected a whole number of 1 or more",
     '{"cells": [{"name": "000-a", "end": {"ceiling": {"events_per_s": true}}}]}': "events_per_s: expected a number",
     '{"cells": [{"name": "000-a", "doubts": [{"text": "x"}]}]}': "doubts[0].kind: expected a text, found nothing",
@@ -516,6 +567,7 @@ HOSTILE_HEADERS = {
     "probe": ([], "probe: expected an object"),
     "plan": ({"requests": "9"}, "plan.requests: expected a whole number"),
     "settings": (1, "settings: expected an object"),
+    "workers": (10**9, "workers: expected a whole number of 1 to 4096, found 1000000000"),
     "load": (None, "load kind None, known are closed, open, replay"),
     **{
         f"load {i}": (load, words)

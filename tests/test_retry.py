@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_bench.exchange import COMPLETE, CONNECT_ERROR, CUT, Exchange, Timeouts
+from llm_bench.exchange import CANCELLED, COMPLETE, CONNECT_ERROR, CUT, TOTAL_TIMEOUT, Exchange, Timeouts
 from llm_bench.retry import Tried, retrying
 from llm_bench.wire import Wire
 from tests.scripted import Script, Scripted, Seen, http_response, unused_port
@@ -202,3 +202,49 @@ def test_sent_and_connect_are_those_up_to_the_first_attempt_that_left() -> None:
     ]
     tried = asyncio.run(answered_in_turn(answers, 2, None))
     assert (tried.exchange.sent_ns, tried.exchange.connect_ns, tried.exchange.end_ns) == (50, 7, 80)
+
+
+# ---- the total time-out and the planned cancel are of one request, over all of its attempts
+
+
+def refused_then(later: Script, retry_after: str) -> Callable[[int, Seen], Script]:
+    refused = http_response(503, b"{}", {"Retry-After": retry_after})
+    return lambda number, seen: [(0, refused)] if number == 0 else later
+
+
+def lasting(server: Scripted, cancel_after_s: float | None, limit_s: float | None) -> tuple[Tried, float]:
+    async def main() -> Tried:
+        wire = Wire(server.url, "/chat/completions", [], Timeouts(total_s=limit_s), None)
+        tried = await retrying(wire.send, 5, limit_s)(BODY, cancel_after_s)
+        wire.close()
+        return tried
+
+    tried = asyncio.run(main())
+    return tried, (tried.exchange.end_ns - tried.exchange.sent_ns) / 1e9
+
+
+def test_a_second_attempt_has_what_is_left_of_the_total_time_out() -> None:
+    with Scripted(refused_then([(30_000, OK)], "0.3")) as server:
+        tried, lasted_s = lasting(server, None, 0.6)
+    assert (tried.attempts, tried.exchange.ended) == (2, TOTAL_TIMEOUT)
+    assert tried.exchange.error.startswith("not ended within 0.6 s of the first sending")
+    assert 0.55 < lasted_s < 0.8
+
+
+def test_waits_that_are_short_each_do_not_add_up_past_the_total_time_out() -> None:
+    with Scripted([(0, http_response(503, b"{}", {"Retry-After": "0.25"}))]) as server:
+        tried, lasted_s = lasting(server, None, 0.6)
+    assert (tried.attempts, tried.exchange.status, len(server.requests)) == (3, 503, 3)
+    assert "would end after the total time-out, 0.6 s from the first sending" in tried.exchange.error
+    assert lasted_s < 0.6
+
+
+@pytest.mark.parametrize(("retry_after", "attempts"), [("0.1", 2), ("20", 1)])
+def test_a_user_leaves_as_planned_from_the_first_sending_in_an_attempt_or_in_a_wait(
+    retry_after: str, attempts: int
+) -> None:
+    with Scripted(refused_then([(30_000, OK)], retry_after)) as server:
+        tried, lasted_s = lasting(server, 0.4, 60.0)
+    assert (tried.attempts, tried.exchange.ended) == (attempts, CANCELLED)
+    assert "as planned" in tried.exchange.error
+    assert 0.38 < lasted_s < 0.6

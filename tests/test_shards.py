@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,8 +19,7 @@ def nothing() -> None:
 
 
 def started(board, number):
-    board.wait_for_start(number)
-    return number
+    return asyncio.run(board.wait_for_start(number, asyncio.Event()))
 
 
 def test_results_come_in_the_order_of_the_workers():
@@ -39,7 +39,7 @@ def test_no_worker_begins_before_all_are_ready():
     def body(number):
         time.sleep(0.1 * number)
         before_ns = time.monotonic_ns()
-        return {"ready_ns": before_ns, "start_ns": board.wait_for_start(number)}
+        return {"ready_ns": before_ns, "start_ns": started(board, number)}
 
     ends = [o.end for o in shards.run(3, body, board, nothing)]
     assert len({e["start_ns"] for e in ends}) == 1
@@ -107,18 +107,20 @@ def test_a_worker_that_dies_before_the_start_is_no_deadlock(capfd):
 
     outcomes = shards.run(2, body, board, nothing)
     assert outcomes[0].died == "ended with code 1"
-    assert outcomes[1].died  # it never started, so SIGTERM ended it
+    assert outcomes[1].died == "killed by signal 15"  # the default: this body's loop has no handlers
     assert "no room" in capfd.readouterr().err
 
 
-def test_a_mistake_of_the_users_is_raised_as_such():
+def test_a_mistake_of_the_users_comes_with_its_text():
     board = Board(2, 10)
 
     def body(number):
+        if number:
+            return _until_stopped(board, number)
         raise BenchError(f"the disk of worker {number} is full")
 
-    with pytest.raises(BenchError, match="worker 0 is full"):
-        shards.run(2, body, board, nothing)
+    outcomes = shards.run(2, body, board, nothing)
+    assert ("failed", "the disk of worker 0 is full") in [(o.died, o.error) for o in outcomes]
 
 
 def test_an_interrupt_is_handed_on():
@@ -142,9 +144,10 @@ def test_an_interrupt_is_handed_on():
 
 def test_workers_do_not_outlive_their_parent(tmp_path):
     script = (
-        "import time\nfrom llm_bench import shards\nfrom llm_bench.shards import Board\nboard = Board(2, 1)\n"
+        "import asyncio\nimport time\nfrom llm_bench import shards\nfrom llm_bench.shards import Board\n"
+        "board = Board(2, 1)\n"
         "def body(n):\n    import os\n    open(f'{n}.pid', 'w').write(str(os.getpid()))\n"
-        "    board.wait_for_start(n)\n    time.sleep(60)\n    return {}\n"
+        "    asyncio.run(board.wait_for_start(n, asyncio.Event()))\n    time.sleep(60)\n    return {}\n"
         "shards.run(2, body, board, lambda: None)\n"
     )
     parent = subprocess.Popen([*command()[:1], "-c", script], cwd=tmp_path, env=environment())
@@ -210,3 +213,113 @@ def test_what_was_begun_is_known_after_a_death():
     assert board.taken.tolist() == [0, 1, 0, 2, 0]
     assert board.due_ns.tolist() == [0, 1000, 0, 1001, 0]
     assert board.counters.dtype == np.int64
+
+
+def _until_stopped(board, number):
+    """As a worker's loop: handlers of its own, and nothing is sent after a stop. Returns how long it waited, in s."""
+
+    async def main():
+        stop, begun = asyncio.Event(), time.monotonic()
+        for name in shards.STOPPING:
+            asyncio.get_running_loop().add_signal_handler(name, stop.set)
+        start_ns = await board.wait_for_start(number, stop)
+        if start_ns:
+            await asyncio.wait_for(stop.wait(), 8)
+        return {"start_ns": start_ns, "s": time.monotonic() - begun}
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("after_the_start", [False, True])
+def test_a_worker_that_fails_ends_the_others_as_a_death_does(after_the_start):
+    board = Board(3, 10)
+
+    def body(number):
+        if number == 1:
+            time.sleep(0.1)
+            if after_the_start:
+                started(board, number)
+            raise BenchError("no sockets left")
+        return _until_stopped(board, number)
+
+    begun = time.monotonic()
+    outcomes = shards.run(3, body, board, nothing)
+    assert time.monotonic() - begun < 3
+    assert [o.error for o in outcomes] == ["", "no sockets left", ""]
+    assert [o.died for o in outcomes] == ["", "failed", ""]
+    assert all((o.end["start_ns"] > 0) is after_the_start for o in (outcomes[0], outcomes[2]))
+    assert not board.interrupted
+
+
+def test_those_that_wait_for_the_start_end_by_the_word_alone():
+    board, stop = Board(2, 1), asyncio.Event()
+
+    async def main():
+        asyncio.get_running_loop().call_later(0.05, board.stop, False)
+        return await asyncio.wait_for(board.wait_for_start(0, stop), 2)
+
+    assert asyncio.run(main()) == 0
+    assert stop.is_set()
+
+
+def test_a_signal_between_fork_and_loop_ends_a_worker_without_a_traceback(capfd):
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as `run` has it outside a cell
+    try:
+        board = Board(2, 10)
+
+        def body(number):
+            if number == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return _until_stopped(board, number)
+
+        outcomes = shards.run(2, body, board, nothing)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert outcomes[0].died == "killed by signal 15"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_interrupt_before_the_loops_run_is_no_death_of_a_worker():
+    board, told = Board(2, 10), []
+
+    def body(number):
+        time.sleep(5)
+        return {}
+
+    def interrupt_once():
+        if not told:
+            told.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcomes = shards.run(2, body, board, interrupt_once)
+    assert [o.died for o in outcomes] == [shards.BEFORE_START] * 2
+    assert board.interrupted
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_workers_that_do_not_end_are_killed_in_the_end_and_at_once_by_a_second_interrupt(monkeypatch, signals):
+    monkeypatch.setattr(shards, "TERM_S", 1.0 if signals == 1 else 60.0)
+    board, told = Board(2, 10), []
+    begun = time.monotonic()
+
+    def body(number):
+        for name in shards.STOPPING:
+            signal.signal(name, signal.SIG_IGN)
+        started(board, number)
+        time.sleep(20)
+        return {}
+
+    def interrupt():
+        if board.started and len(told) < signals and time.monotonic() - begun > 0.2 + 0.7 * len(told):
+            told.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcomes = shards.run(2, body, board, interrupt)
+    assert time.monotonic() - begun < 5
+    assert [o.died for o in outcomes] == ["killed by signal 9"] * 2
+    assert board.interrupted
+
+
+def test_a_result_of_any_size_comes_back():
+    outcomes = shards.run(1, lambda number: {"x": "y" * 300_000}, Board(1, 1), nothing)
+    assert len(outcomes[0].end["x"]) == 300_000

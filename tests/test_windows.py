@@ -79,6 +79,25 @@ def test_a_user_who_thinks_keeps_the_slot() -> None:
     assert (ms(w.start_ns), ms(w.end_ns)) == (250, 3000)
 
 
+def test_a_user_still_thinking_when_the_duration_is_over_left_no_slot_empty() -> None:
+    # Two slots, conversations of two turns, a second of thought between. The drive ends 6 s after its window opened,
+    # when the users of both slots think: the last records ended before that.
+    rows = []
+    for i in range(12):
+        begin = 1200 * (i // 2) + 600 * (i % 2)
+        rows.append(record(2 * i, begin, events=[begin + 100], session=f"s{i}"))
+        rows.append(record(2 * i + 1, begin + 1100, events=[begin + 1200], session=f"s{i}", turn=1))
+    load = {"kind": "closed", "concurrency": 2, "warmup": 0, "duration_s": 5.0}
+    c = cell([r for r in rows if r.due_ns < ns(6800)], load=load, plan={"requests": 100})
+    cut = windows.of(c)  # nothing says how it ended
+    w = windows.of(c, {"reason": "duration", "turns_not_sent": 2})
+    assert (ms(cut.start_ns), ms(w.start_ns)) == (1800, 1800)
+    assert (ms(cut.end_ns), ms(w.end_ns)) == (6700, 6800)
+    assert w.rule.endswith("to 5 s later")
+    assert windows.of(c, {"reason": "duration", "turns_not_sent": 100 - c.n}) == cut  # the plan had run out
+    assert windows.of(c, {"reason": "interrupted", "turns_not_sent": 2}) == cut
+
+
 def test_open_loop_runs_from_its_share_of_warmup_to_the_last_due_time() -> None:
     rows = [record(i, 100 * i, events=[100 * i + 30]) for i in range(101)]
     w = windows.open_(cell(rows))

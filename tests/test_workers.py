@@ -12,7 +12,7 @@ import pytest
 
 from llm_bench import calibration, probe, records, results, selfcheck, targets
 from llm_bench.cell import Cell, Options
-from llm_bench.measure import crew, measure
+from llm_bench.measure import announcement, crew, measure
 from llm_bench.plan import Load
 from llm_bench.request import Request
 from tests.bench import bench, command, environment, good, llm_server, prompt_of, rows, trace_file
@@ -91,6 +91,10 @@ def test_a_killed_worker_is_named_and_what_it_had_begun_is_accounted_for(tmp_pat
     assert set(cell["outcome"]) <= {"ok", "cut_at_end", "dropped"}
     assert document["cells"][0]["end"]["reason"] == "worker 1 killed by signal 9"
     assert document["cells"][0]["doubts"]
+    end = document["cells"][0]["end"]
+    recorded = dict(zip(*np.unique(cell["outcome"], return_counts=True), strict=True))
+    assert {name: count for name, count in end["counts"].items() if count} == recorded  # the dead worker's too
+    assert end["cut"] == recorded.get("cut_at_end", 0)
 
 
 def test_workers_cut_and_write_when_the_run_is_interrupted(tmp_path):
@@ -105,6 +109,25 @@ def test_workers_cut_and_write_when_the_run_is_interrupted(tmp_path):
     pooled = records.read_cell(tmp_path / "run", cell["name"])
     assert (pooled["outcome"] == "ok").sum() > 20
     assert "broken identity" not in {d["kind"] for d in cell["doubts"]}
+
+
+def test_a_second_interrupt_kills_a_worker_that_does_not_end_and_the_run_counts_as_interrupted(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen, 30))) as server:
+        running = _running(tmp_path, server.url, "--workers", "2")
+        _wait(lambda: sum("x-request-id" in s.headers for s in server.requests) > 40)
+        os.kill(_children(running.pid)[1], signal.SIGSTOP)
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.8)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=8)
+    assert running.returncode == 130, err
+    assert "worker 1 killed by signal 9" in err
+    assert "Traceback" not in err
+    cell = json.loads(out.splitlines()[-1])["runs"][0]["cells"][0]
+    assert cell["end"]["reason"] == "interrupted"
+    pooled = records.read_cell(tmp_path / "run", cell["name"])
+    assert any("lost with worker 1" in error for error in pooled["error"])
+    assert sum(cell["end"]["counts"].values()) == pooled.n
 
 
 def test_a_resumed_run_measures_what_is_missing_and_nothing_twice(tmp_path):
@@ -162,14 +185,46 @@ def test_a_book_that_is_none_is_refused(tmp_path):
     assert "cannot be resumed" in ran.err
 
 
+def test_the_drain_is_kept_by_a_worker_whose_requests_hang_while_others_take_the_rest(tmp_path):
+    with Scripted(llm_server(lambda n, seen: ["hang"] if n == 0 else good(seen, 20))) as server:
+        begun = time.monotonic()
+        ran = bench(
+            server.url, tmp_path, trace_file(tmp_path, rows(20)), "--concurrency", "2", "--workers", "2",
+            "--drain", "0.5",
+        )  # fmt: skip
+        assert time.monotonic() - begun < 15
+    cell = records.read_cell(ran.folder, ran.cell()["name"])
+    assert sorted(cell["outcome"]) == ["cut_at_end"] + ["ok"] * 19
+
+
+def test_a_full_disk_in_a_worker_is_one_sentence_and_what_was_begun_is_accounted_for(tmp_path):
+    trace = trace_file(tmp_path, rows(240, tokens_out=100))
+    with Scripted(llm_server(lambda n, seen: good(seen, 5))) as server:
+        line = " ".join(
+            command("run", "--targets", f"t={server.url}", "--trace", trace, "--concurrency", "2", "--workers", "2",
+                    "--out", tmp_path / "run", "--warmup", "0")
+        )  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-c", f"ulimit -f 120 && exec {line}"], capture_output=True, text=True, check=False, cwd=tmp_path,
+            env=environment(), timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "File too large; what was written before is readable there" in done.stderr
+    assert "Traceback" not in done.stderr
+    cell = records.read_cell(tmp_path / "run", next(iter(records.files_of(tmp_path / "run"))))
+    assert len(cell["index"]) == len(set(cell["index"])) > 10
+    assert any("failed" in error for error in cell["error"])
+
+
 # ---- the client's own limits
 
 
-def _cell(url: str, out: Path, requests: int, concurrency: int, tokens: int = 4) -> Cell:
+def _cell(url: str, out: Path, requests: int, load: Load | int, tokens: int = 4) -> Cell:
+    load = Load(concurrency=load) if isinstance(load, int) else load
     target = targets.Target("t", url)
     found = probe.probe(target, lambda text: None, 5.0)
     rows_ = [Request(tokens_in=8, tokens_out=tokens) for _ in range(requests)]
-    return Cell(Options(out=out), "x", 0, target, found, rows_, Load(concurrency=concurrency))
+    return Cell(Options(out=out), "x", 0, target, found, rows_, load)
 
 
 @pytest.mark.parametrize(("blocked_s", "limited"), [(0.03, True), (0.0, False)])
@@ -182,6 +237,9 @@ def test_a_loop_that_is_blocked_makes_the_cell_client_limited(tmp_path, blocked_
         cell = _cell(server.url, tmp_path, 16, 2)
         end = measure(cell, {}, lambda text: None, live)
     assert (end["loop_lag_p99_ms"] > 10) is limited
+    long = [ms for at_ns, ms in end["loop_stalls"] if at_ns > end["start_ns"] and ms > 10]
+    assert len(long) == len(end["loop_stalls"])
+    assert len(long) >= 2 * limited
     (tmp_path / "run.json").write_text(json.dumps({"cells": [{"name": cell.name, "end": end}]}))
     assert results.verdict(results.load_run(tmp_path)).client_limited is limited
 
@@ -195,6 +253,21 @@ def test_auto_workers_follow_the_load_and_the_calibration(tmp_path, monkeypatch)
     assert crew(large, 0) == 8  # all but one core
     assert crew(large, 3) == 3
     assert crew(small, 3) == 1  # one slot cannot be shared
+
+
+def test_a_cap_is_held_by_one_worker_and_it_says_so(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+        cell = _cell(server.url, tmp_path, 100, Load(rate=1000.0, max_in_flight=8))
+    assert (crew(cell, 3), crew(cell, 0)) == (1, 1)
+    assert any("a cap is held by one worker" in line for line in announcement(cell, 1, 3))
+    assert not any("a cap is held" in line for line in announcement(cell, 1, 0))
+
+
+def test_the_share_of_a_core_is_of_the_time_in_which_it_sent(tmp_path):
+    """One straggler, 1.5 s long, must not make a busy client look idle."""
+    with Scripted(llm_server(lambda n, seen: good(seen, 1500 if n == 0 else 2))) as server:
+        end = measure(_cell(server.url, tmp_path, 300, 8), {}, lambda text: None, lambda text: None)
+    assert end["client_cpu_share"] > 1.5 * end["client_cpu_s"] / 1.5
 
 
 def test_a_calibration_counts_on_this_machine_and_version_only(tmp_path, monkeypatch):
@@ -265,6 +338,16 @@ def test_the_addresses_of_one_target_are_asked_in_turn(tmp_path):
     assert ran.rc == 0, ran.err
     assert shares == [15, 15]
     assert (ran.records()["outcome"] == "ok").all()
+
+
+def test_workers_begin_their_turn_at_different_addresses(tmp_path):
+    with (
+        Scripted(llm_server(lambda n, seen: good(seen, 300))) as one,
+        Scripted(llm_server(lambda n, seen: good(seen, 300))) as two,
+    ):
+        bench(f"{one.url}|{two.url}", tmp_path, trace_file(tmp_path, rows(2)), "--concurrency", "2", "--workers", "2")
+        shares = [sum("x-request-id" in s.headers for s in server.requests) for server in (one, two)]
+    assert shares == [1, 1]
 
 
 def test_a_second_address_that_is_not_there_ends_the_run_before_any_load(tmp_path):
