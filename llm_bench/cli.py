@@ -168,7 +168,7 @@ def run(
         float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")
     ] = None,
     drain: Annotated[
-        float | None, typer.Option(help="Seconds to wait for the last answers; default: the total time-out.")
+        float | None, typer.Option(help="Seconds to wait for the last answers; default: each has its own time-outs.")
     ] = None,
     loop_trace: Annotated[
         bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")
@@ -207,7 +207,7 @@ def run(
     stall_timeout: Annotated[
         float, typer.Option(help="Seconds without a byte after the first token; 0: none.")
     ] = 120.0,
-    total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all; 0: none.")] = 3600.0,
+    total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all, retries too; 0: none.")] = 3600.0,
     keep_bytes: Annotated[int, typer.Option(help="Keep the first N bytes of good answers too.")] = 0,
     metrics: Metrics = "",
     fail_on_error_rate: Annotated[
@@ -216,7 +216,9 @@ def run(
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
     format: Format = "terminal",  # noqa: A002
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
-    workers: Annotated[str, typer.Option(help="Processes that share each cell: a number, or auto.")] = "auto",
+    workers: Annotated[
+        str, typer.Option(help="Processes that share each cell: a number, or auto; a cap is held by one.")
+    ] = "auto",
     resume: Annotated[
         bool, typer.Option("--resume", help="Finish the run in --out: measure its missing cells.")
     ] = False,
