@@ -24,8 +24,9 @@ from llm_bench.plan import Load
 from llm_bench.probe import Probe
 from llm_bench.records import Writer
 from llm_bench.request import Request
+from llm_bench.retry import Tried
 from llm_bench.targets import Target
-from llm_bench.wire import Tried, Wire, _Connection
+from llm_bench.wire import Wire, _Connection
 
 URL = "http://127.0.0.1:1/v1"  # never connected to
 DIALECT = DIALECTS["openai-chat"]

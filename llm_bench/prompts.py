@@ -165,7 +165,9 @@ def _load(path: Path | str) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise BenchError("a tokenizer.json needs the extra: pip install 'llm-bench[tokenizer]'") from None
+        raise BenchError(
+            "a tokenizer.json needs the extra: in the project's folder, pip install '.[tokenizer]'"
+        ) from None
     try:
         text = Path(path).read_text(encoding="utf-8")
         whole = isinstance(json.loads(text), dict)

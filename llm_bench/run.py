@@ -96,8 +96,6 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             end = measure(cell, book.header({"too_long": effect}), say, live, job.workers)
             _stop_on_term()
             book.end_cell(name, end)
-            if end["cut"] or end["counts"]["cancelled"]:
-                probe.settle(target, say)
             if end["turns_not_sent"]:
                 say(f"{name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
             if end["reason"] == "interrupted":
@@ -108,6 +106,8 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             if end["reason"].startswith("worker "):
                 say(f"{end['reason']}; what was measured is in {options.out}, --resume measures the rest")
                 return Ended(died=end["reason"])
+            if end["cut"] or end["counts"]["cancelled"]:  # last: whoever interrupts a run does not wait for its target
+                probe.settle(target, say)
     return Ended()
 
 

@@ -32,9 +32,6 @@ from llm_bench.exchange import (
 )
 from llm_bench.http1 import ProtocolError, Response, Sse, is_event_stream
 from llm_bench.limits import client_limit
-from llm_bench.limits import raise_file_limit as raise_file_limit
-from llm_bench.retry import Tried as Tried
-from llm_bench.retry import retrying as retrying
 
 run = clock.run
 

@@ -26,7 +26,7 @@ def in_a_process(script: str, soft: int, hard: int, *arguments: str) -> Any:
 RAISING = """
 import json, sys
 from llm_bench.errors import ClientLimit
-from llm_bench.wire import raise_file_limit
+from llm_bench.limits import raise_file_limit
 error = ""
 try:
     raise_file_limit(int(sys.argv[1]), strict=sys.argv[2] == "strict")

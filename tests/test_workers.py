@@ -390,3 +390,15 @@ def test_a_target_that_does_not_tell_is_named(tmp_path):
     with Scripted(llm_server(lambda n, seen: good(seen, 300))) as server:
         ran = bench(server.url, tmp_path, trace, "--concurrency", "1", "--warmup", "0")
     assert "could not be checked" in ran.err
+
+
+def test_who_interrupts_a_run_does_not_wait_for_its_target(tmp_path):
+    with Scripted(_telling([3.0])) as server:  # for ever at work on what was cut
+        running = _running(tmp_path, server.url)
+        _wait(lambda: sum("x-request-id" in s.headers for s in server.requests) > 8)
+        begun = time.monotonic()
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=20)
+    assert running.returncode == 130, err
+    assert time.monotonic() - begun < probe.SETTLE_S / 2
+    assert not [s for s in server.requests if s.path == "/metrics"]
