@@ -15,7 +15,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})  # one for all: a dict each w
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a trace. Exactly one of prompt, messages, prompt_token_ids may be given; none: text is made up."""
+    """One row of work. At most one of prompt, messages, prompt_token_ids, body is given; none: text is made up."""
 
     tokens_in: int  # prompt tokens planned, chat template not counted; cumulative over a session's turns
     tokens_out: int | None  # answer tokens asked; None: the server decides
@@ -34,6 +34,8 @@ class Request:
     cancel_after_s: float | None = None  # the client leaves this long after sending
     model: str = ""
     extra: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)  # put into the body as it stands
+    body: Mapping[str, Any] | None = None  # as captured, sent as it stands but for model and streaming
+    client: str = ""  # who sent it, where the trace says so: rates and lengths differ by client
     line: int = 0  # of the trace file, for errors
 
 
@@ -45,3 +47,4 @@ class Trace(NamedTuple):
     path: str
     notes: list[str]  # statements for the user: unit, resolution, reading used, "prompts are unique ..."
     skipped: dict[str, int]  # reason -> rows left out, each counted in the report
+    facts: Mapping[str, Any] = _NOTHING  # what the file's own numbers were, by name: FACTS of trace.py

@@ -17,23 +17,22 @@ from typing import IO, Any
 import orjson
 
 from llm_bench.errors import BenchError
-from llm_bench.formats import (
+from llm_bench.fields import (
     BAD,
     EMPTY,
     FAILED,
-    FORMATS,
     HEADER,
     HEADER_KEYS,
     NO_TURN,
     TURNS,
     UNITS,
-    Format,
     Reading,
     Row,
     Values,
     count,
     found,
 )
+from llm_bench.formats import FORMATS, Format
 from llm_bench.request import LONGEST_S, Request, Trace
 
 _set = object.__setattr__  # a Request is frozen once it is handed out; to copy a million of them thrice takes 20 s
@@ -225,13 +224,13 @@ def read(
             if not values.keys() <= keys:
                 unknown = [key for key in values if key not in keys]
                 raise ValueError(f"no {name} row has the keys {unknown}; known: {', '.join(form.keys)}")
-            row = form.row(values, reading, number)
-            reason = _left_out(row[1])
-            if reason:
-                skipped[reason] += 1
-                continue
-            _check_blocks(row[1], seen)
-            rows.append(row)
+            for row in form.rows(values, reading, number):
+                reason = _left_out(row[1])
+                if reason:
+                    skipped[reason] += 1
+                    continue
+                _check_blocks(row[1], seen)
+                rows.append(row)
         except ValueError as e:
             bad.append(f"{path}:{number}: {e}")
             if len(bad) > skip_bad:
