@@ -381,7 +381,7 @@ def selfcheck() -> None:
     """Measure this client against a server with known times.
 
     How late its stamps are, how late it sends, what a core of this machine carries. `run` reads the result, and says of
-    a cell that came close to it that the client was the limit. Half a minute; best on an idle machine.
+    a cell that came close to it that the client was the limit. A minute; best on an idle machine.
     """
     from rich import box
     from rich.console import Console
@@ -394,7 +394,9 @@ def selfcheck() -> None:
     say, live = terminal.voice()
     before = host()
     found = check.run(check.STEPS, say, live)
-    table = Table(title="This client on this machine", title_justify="left", box=box.SIMPLE, padding=(0, 0, 0, 1))
+    table = Table(
+        title="This client on this machine", title_justify="left", box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False
+    )
     for heading in check.HEADINGS:
         table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
     for row in check.rows(found):
@@ -402,7 +404,7 @@ def selfcheck() -> None:
     console = Console(width=80)  # a wider terminal shows no more, and a narrower one must cut no number
     with console.capture() as shown:
         console.print(table)
-    terminal.show(shown.get() + check.LEGEND)
+    terminal.show(shown.get() + check.LEGEND + check.summary(found, check.STEPS))
     if warning := check.busy(found, before["load_average"], before["cores"]):
         say(warning)
     calibration.save({name: f._asdict() for name, f in found.items()}, check.ceiling(found))

@@ -10,8 +10,11 @@ from llm_bench.host import host
 from llm_bench.plan import Load
 from llm_bench.selfcheck import Found
 
-IDLE = Found((0.05, 0.4), (0.01, 0.2), (0.02, 0.3), 0.0123, 9_000.0, 90_000.0, 100, 0)
-SLOW = Found((12.34, 1134.56), (99.994, 123_456.7), (0.1, 98_765.4), 0.1234, 123_456.0, 1_234_567.0, 9, 10_000)
+IDLE = Found((0.05, 0.4), (0.01, 0.2), (0.02, 0.3), 0.0123, 9_000.0, 90_000.0, 0.3, 20.0, 100, 0)
+SLOW = Found(
+    (12.34, 1134.56), (99.994, 123_456.7), (0.1, 98_765.4), 0.1234, 123_456.0, 1_234_567.0, 1.0, 20.1, 9, 10_000
+)
+LADDER = {f"{n} streams": selfcheck.Step(Load(concurrency=n), 2 * n, 64, 50.0, 20.0) for n in (64, 128, 256)}
 
 
 @pytest.fixture
@@ -58,6 +61,29 @@ def test_a_busy_machine_is_told_so(found, load_average, said):
     assert text.endswith("do it again when it is idle") is bool(said)
 
 
+@pytest.mark.parametrize(("changed", "carried", "why"), [
+    ({}, 256, ""),
+    ({"failed": 3}, 128, "at 256 3 requests failed"),
+    ({"served_itl_ms": 22.0}, 128, "at 256 the null target itself fell behind (22.0 ms a token)"),
+    ({"cpu_share": 0.91}, 128, "at 256 this client used 91% of a core"),
+    ({"gap_error_ms": (0.1, 9.0)}, 128, "at 256 stamps were up to 9.0 ms late (p99)"),
+])  # fmt: skip
+def test_the_ceiling_of_streams_is_the_last_step_that_was_carried_well(changed, carried, why):
+    found = dict.fromkeys(LADDER, IDLE) | {"256 streams": IDLE._replace(**changed)}
+    assert selfcheck.streams(found, LADDER) == (carried, why)
+    others = {"pacing": selfcheck.STEPS["pacing"]}
+    assert selfcheck.streams(found | {"pacing": SLOW}, LADDER | others) == (carried, why)
+
+
+def test_more_streams_are_left_out_once_fewer_were_too_many(cache, monkeypatch):
+    monkeypatch.setattr(selfcheck, "MAX_CPU_SHARE", 0.0)
+    said = []
+    ladder = {f"{n}": selfcheck.Step(Load(concurrency=n), n, 3, 20.0, 5.0) for n in (2, 4)}
+    found = selfcheck.run(ladder, said.append, lambda text: None)
+    assert list(found) == ["2"]
+    assert said[-1].startswith("4: left out, since at 2 this client used ")
+
+
 def _selfcheck(monkeypatch, found):
     monkeypatch.setattr(selfcheck, "run", lambda steps, say, live: found)
     return CliRunner().invoke(cli.app, ["selfcheck"])
@@ -67,6 +93,7 @@ def test_the_table_fits_80_columns_and_cuts_no_number(cache, monkeypatch):
     done = _selfcheck(monkeypatch, dict.fromkeys(selfcheck.STEPS, SLOW))
     assert done.exit_code == 0, done.output
     table = done.stdout.partition("Errors and lag")[0]
+    assert "One worker carries 0 streams of 50 tokens/s; at 1 10,000 requests failed." in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "…" not in table
     numbers = ("12.34", "1,135", "99.99", "123,457", "98,765", "0.1234", "123,456", "1,234,567", "10,000")
