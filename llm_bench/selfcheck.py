@@ -37,7 +37,8 @@ BUSY_MS = 5.0  # p99 error of a stamp: an idle machine of our time is below 1
 ITL_MS = 20.0  # 50 tokens/s a stream, at which the field's clients are compared
 SERVED = 1.05  # the null target's own gaps may be so much longer; above it, it was the limit and not this client
 MAX_CPU_SHARE = 0.85  # of a core: `run` calls a client over it limited
-# The first three give the floor, the streams after them where one core ends, as do the last two.
+FLOOR = ("1 stream", "64 streams", "256 streams")  # what any machine of our time carries, when it is idle
+# The floor, then where one core ends: by streams, and by requests and events that come at once.
 STEPS: dict[str, Step] = {
     "1 stream": Step(Load(concurrency=1), 20, 8, 20.0, ITL_MS, fills_a_core=False),
     "64 streams": Step(Load(concurrency=64), 256, 64, 50.0, ITL_MS),
