@@ -74,9 +74,22 @@ class Cell:
     def labelled(self, label: str) -> np.ndarray:
         """Mask (n,) of the requests that bear a label."""
         lists = self.table["labels"].combine_chunks()
-        bear = np.zeros(self.n, bool)
+        bear = np.zeros(self.table.num_rows, bool)
         bear[pc.list_parent_indices(lists).to_numpy()[pc.equal(pc.list_flatten(lists), label).to_numpy(False)]] = True
         return np.asarray(bear[self.order])
+
+    def only(self, rows: np.ndarray) -> "Cell":
+        """The cell of the requests in mask `rows` (n,) alone; without a gauge, which counts them all."""
+        place, stored = np.cumsum(rows) - 1, []
+        for piece in self.stored:
+            kept = rows[piece.rows]
+            many = np.diff(piece.offsets)
+            events = np.repeat(kept, many)
+            offsets = np.concatenate([[0], np.cumsum(many[kept])])
+            beside = (None if values is None else values[events] for values in (piece.tokens, piece.choice))
+            stored.append(Piece(place[piece.rows[kept]], offsets, piece.ns[events], *beside))
+        counts, first_ns, last_ns = self.counts[rows], self.first_ns[rows], self.last_ns[rows]
+        return Cell(self.header, self.table, self.order[rows], stored, counts, first_ns, last_ns, self.complete)
 
     def pieces(self) -> Iterator[Piece]:
         """Every request's events, in the order of the file, some millions at a time at most."""

@@ -15,7 +15,6 @@ from llm_bench import slo, stats, windows
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
 from llm_bench.series import (
-    LATER,
     NOTHING,
     SERIES,
     Column,
@@ -175,15 +174,18 @@ def _zero_gaps(cell: Cell, window: Window, _: Context) -> float | str:
     return zero / total if total else "no gap between two events in the window"
 
 
+NO_LIMITS = "no limits were given: --slo"
+
+
 def _slo_attainment(cell: Cell, window: Window, ctx: Context) -> float | str:
     if not ctx.limits:
-        return "no limits were given"
-    share = slo.attainment(cell, window, ctx.limits).share
+        return NO_LIMITS
+    share = slo.attainment(cell, window, ctx.limits, ctx).share
     return "no request was due in the window" if share is None else share
 
 
 def _goodput(cell: Cell, window: Window, ctx: Context) -> float | str:
-    return slo.attainment(cell, window, ctx.limits).met / window.seconds if ctx.limits else "no limits were given"
+    return slo.attainment(cell, window, ctx.limits, ctx).met / window.seconds if ctx.limits else NO_LIMITS
 
 
 def _arrival_rate(cell: Cell, window: Window, _: Context) -> float | str:
@@ -205,8 +207,8 @@ WHOLE: dict[str, Whole] = {
     "first_attempt_success": Whole("share", _first_attempt, "higher", "ok without a retry / (ok + failed)"),
     "cancel_rate": Whole("share", _share("cancelled", _DUE), "lower", "cancelled by plan / due"),
     "drop_rate": Whole("share", _share("dropped", _DUE), "lower", "due but never attempted / due"),
-    "slo_attainment": Whole("share", _slo_attainment, "higher", f"requests that met every limit {LATER}"),
-    "goodput": Whole("1/s", _goodput, "higher", f"requests that met every limit, per second {LATER}"),
+    "slo_attainment": Whole("share", _slo_attainment, "higher", "requests that met every limit of --slo"),
+    "goodput": Whole("1/s", _goodput, "higher", "requests that met every limit of --slo, per second"),
     "cached_prompt_share": Whole("share", _cached, "lower", "prompt tokens from the server's cache"),
     "concurrency_effective": Whole("1", _concurrency, "lower", "sum of times in system / window"),
     "payload_mbit_per_second": Whole("Mbit/s", _payload_mbit, "higher", "token text received"),

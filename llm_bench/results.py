@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import metrics, outcomes, records, shapes, windows
+from llm_bench import metrics, objectives, outcomes, records, shapes, windows
 from llm_bench.client import CLIENT_LIMITED
 from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt, doubts
@@ -15,6 +15,7 @@ from llm_bench.errors import BenchError
 from llm_bench.facts import NO_END, stopped
 from llm_bench.identities import Little, little
 from llm_bench.metrics import Value
+from llm_bench.objectives import NO_SLO, Judged, Slo
 from llm_bench.outcomes import Attempts, Failure
 from llm_bench.records import OUTCOMES
 from llm_bench.series import due_in, outcome_in
@@ -70,6 +71,20 @@ class Run:
         return fresh + [d for d in m.stored if d.kind not in {f.kind for f in fresh}]
 
 
+class ClassSheet(NamedTuple):
+    """What a report prints of the requests of one class."""
+
+    values: list[Value]
+    outcomes: dict[str, int]  # of those due in the window
+
+
+class Asked(NamedTuple):
+    """What a report is asked to print: names of metrics (none: each run's default), and against which SLO."""
+
+    names: Sequence[str] = ()
+    slo: Slo = NO_SLO
+
+
 class Sheet(NamedTuple):
     """All that any report prints of one cell."""
 
@@ -82,24 +97,28 @@ class Sheet(NamedTuple):
     little: Little
     reconnected: tuple[int, int]  # attempted requests due in the window: those that reopened a connection, and all
     doubts: list[Doubt]
+    judged: list[Judged]  # each limit of the SLO
+    by_class: dict[str, ClassSheet]  # where the requests are of several
 
     @property
     def client_limited(self) -> bool:
         return any(d.kind in CLIENT_LIMITED for d in self.doubts)
 
 
-def sheets(run: Run, names: Sequence[str]) -> list[Sheet]:
-    return [_sheet(run, m, names) for m in run.cells]
+def sheets(run: Run, asked: Asked) -> list[Sheet]:
+    return [_sheet(run, m, asked) for m in run.cells]
 
 
-def _sheet(run: Run, m: Measured, names: Sequence[str]) -> Sheet:
-    cell, window = m.cell, m.window
-    values = metrics.compute_all(names, cell, window)
+def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
+    cell, window, names = m.cell, m.window, asked.names
+    values = metrics.compute_all(names, cell, window, asked.slo.context())
     percentiles = [n for n in names if metrics.parse(n).reducer in metrics.QUANTILES]
     first_wave = window.first_wave and window.state != windows.TOO_SHORT
     whole_run = metrics.compute_all(percentiles, cell, windows.whole(cell)) if first_wave else []
     due = due_in(cell, window)
     tried = due & windows.attempted(cell)
+    doubts_ = run.doubts_of(m, values)
+    limited = any(d.kind in CLIENT_LIMITED for d in doubts_)
     return Sheet(
         measured=m,
         values=values,
@@ -109,8 +128,22 @@ def _sheet(run: Run, m: Measured, names: Sequence[str]) -> Sheet:
         attempts=outcomes.attempts(cell, due),
         little=little(cell, window),
         reconnected=(int((tried & (cell["reconnects"] > 0)).sum()), int(tried.sum())),
-        doubts=run.doubts_of(m, values),
+        doubts=doubts_,
+        judged=objectives.judge(cell, window, asked.slo, client_limited=limited),
+        by_class=_by_class(cell, window, asked),
     )
+
+
+def _by_class(cell: Cell, window: Window, asked: Asked) -> dict[str, ClassSheet]:
+    classes = sorted(set(cell["request_class"].tolist()))
+    found = {}
+    for name in classes if len(classes) > 1 else []:
+        mine = objectives.of_class(cell, name)
+        due = due_in(mine, window)
+        counts = {o: int((due & outcome_in(mine, o)).sum()) for o in OUTCOMES}
+        values = metrics.compute_all(asked.names, mine, window, asked.slo.context(name))
+        found[name] = ClassSheet(values, counts)
+    return found
 
 
 class Verdict(NamedTuple):
@@ -119,15 +152,22 @@ class Verdict(NamedTuple):
     cells: list[tuple[str, int, float]]  # name, ok requests, error rate of the whole cell
     doubts: list[Doubt]
     client_limited: bool  # of any cell: this client, and not its target, decided the figures
+    judged: list[Judged]  # every limit in every cell
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: Run, slo: Slo = NO_SLO) -> Verdict:
     cells = []
     for m in run.cells:
         ok, failed = (int(outcome_in(m.cell, outcome).sum()) for outcome in ("ok", "failed"))
         cells.append((m.name, ok, failed / (ok + failed) if ok + failed else 0.0))
     found = [doubt for of_cell in (run.own_doubts, *run.doubts) for doubt in of_cell]
-    return Verdict(cells, found, any(d.kind in CLIENT_LIMITED for d in found))
+    limited = [any(d.kind in CLIENT_LIMITED for d in of_cell) for of_cell in run.doubts]
+    judged = [
+        j
+        for m, client in zip(run.cells, limited, strict=True)
+        for j in objectives.judge(m.cell, m.window, slo, client_limited=client)
+    ]
+    return Verdict(cells, found, any(limited), judged)
 
 
 def load_run(path: Path) -> Run:

@@ -1,7 +1,7 @@
 """SERIES: what has one value a request. Definitions are METRICS.md's, row by row; nan = not applicable, never 0."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -10,11 +10,19 @@ from llm_bench.columns import Cell, Piece
 from llm_bench.windows import Window
 
 
+class Bound(NamedTuple):
+    """A limit that each request meets or breaks: `series op value`, the value in the series' unit."""
+
+    series: str
+    op: Literal["<", "<=", ">", ">="]
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What some metrics need beside the records. `limits`: series -> in its unit; `deadlines`: D_ttft, D_tpot in ms."""
+    """What some metrics need beside the records. `deadlines`: D_ttft, D_tpot in ms."""
 
-    limits: Mapping[str, float] = field(default_factory=dict)
+    limits: tuple[Bound, ...] = ()
     deadlines: tuple[float, float] | None = None
 
 
@@ -22,7 +30,9 @@ NOTHING = Context()
 ONE_STAMP = "one distinct event stamp"  # burst delivery hid the time between tokens
 SEVERAL = "several choices"  # nothing says which of the tokens are whose
 HIDDEN = (ONE_STAMP, SEVERAL)  # there is such a time, and it cannot be known: no limit on it can be called met
-LATER = "(needs limits, which come with a later release)"  # no command line takes them yet
+
+
+NO_DEADLINES = "no deadlines were given: --deadlines"
 
 
 class Column(NamedTuple):
@@ -240,7 +250,7 @@ def _server(name: str) -> Callable[[Cell, Context], Column]:
 def _by_deadlines(share: Callable[[Cell, float, float], np.ndarray]) -> Callable[[Cell, Context], Column]:
     def column(cell: Cell, ctx: Context) -> Column:
         if ctx.deadlines is None:
-            return _column(np.full(cell.n, np.nan), {"no deadlines were given": np.ones(cell.n, bool)})
+            return _column(np.full(cell.n, np.nan), {NO_DEADLINES: np.ones(cell.n, bool)})
         why = {"not streamed": cell.counts == 0, SEVERAL: cell.choices > 1}
         return _column(share(cell, *ctx.deadlines), why)
 
@@ -299,8 +309,8 @@ SERIES: dict[str, Series] = {
     "lag_client": Series("ms", _lag_client, "lower", "of lag: the client's own lateness"),
     "normalized_latency": Series("ms/token", _normalized, "lower", "e2e / tokens", True),
     "output_speed": Series("tokens/s", _output_speed, "higher", "1000 / tpot: what one user sees", True),
-    "fluidity": Series("share", _by_deadlines(_fluidity), "higher", f"token deadlines met (Etalon) {LATER}"),
-    "on_time_share": Series("share", _by_deadlines(_on_time), "higher", f"tokens on time {LATER}"),
+    "fluidity": Series("share", _by_deadlines(_fluidity), "higher", "token deadlines met (Etalon); needs --deadlines"),
+    "on_time_share": Series("share", _by_deadlines(_on_time), "higher", "tokens on time; needs --deadlines"),
     "queue": Series("ms", _server("server_queue_ms"), "lower", "the server's own account of its queue"),
     "prefill": Series("ms", _server("server_prefill_ms"), "lower", "the server's own account of its prefill"),
     "decode": Series("ms", _server("server_decode_ms"), "lower", "the server's own account of its decoding"),

@@ -1,6 +1,6 @@
 """Requests against per-request limits: how many met all of them, how many cannot be judged, and how sure that is."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from llm_bench import stats
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
-from llm_bench.series import HIDDEN, NOTHING, SERIES, Column, due_in, elapsed_ms, outcome_in, stamp
+from llm_bench.series import HIDDEN, NOTHING, SERIES, Bound, Column, Context, due_in, elapsed_ms, outcome_in, stamp
 from llm_bench.windows import Window
 
 
@@ -22,29 +22,35 @@ class Attainment(NamedTuple):
     lower: float | None  # were all undecided to miss
     upper: float | None  # were all undecided to meet
     interval: stats.Interval | None  # Wilson on the effective sample size
-    each: Mapping[str, tuple[int, int]]  # limit -> met, of those it applies to; a failure misses each
+    each: Mapping[Bound, tuple[int, int]]  # limit -> met, of those it applies to; a failure misses each
+    hidden: int = 0  # of decided: not met only since burst delivery or several choices hide whether they were
+    ess: float = 0.0  # of the interval
 
 
-def attainment(cell: Cell, window: Window, limits: Mapping[str, float]) -> Attainment:
-    """Requests against per-request `limits` (series -> value in its unit, itself included).
+def attainment(cell: Cell, window: Window, limits: Sequence[Bound], context: Context = NOTHING) -> Attainment:
+    """Requests due in the window against per-request limits, all of which each has to meet.
 
     A limit that does not apply is met, unless there is such a figure that is hidden (burst delivery, several choices):
-    then it is not. Raises BenchError for an
-    unknown series.
+    then it is not. Raises BenchError for an unknown series.
     """
     rows = due_in(cell, window)
     ok, cut = rows & outcome_in(cell, "ok"), rows & outcome_in(cell, "cut_at_end")
     lost = rows & outcome_in(cell, "failed", "dropped")
     met, broken, each, least_ess = ok.copy(), np.zeros(cell.n, bool), {}, np.inf
-    for name, limit in limits.items():
-        column = _per_request(cell, name)
-        values, within = column.values, _within(name, limit)
+    veiled, open_to = np.zeros(cell.n, bool), ok.copy()  # what hides; what would meet all limits but for that
+    for bound in limits:
+        column = _per_request(cell, bound.series, context)
+        values = column.values
         hidden = np.logical_or.reduce([column.why.get(reason, np.zeros(cell.n, bool)) for reason in HIDDEN])
         applies = ~np.isnan(values) | (hidden & (cell["tokens_out"] >= 2))
-        fine = within(values)
+        fine = np.asarray(WITHIN[bound.op](values, bound.value))
         met &= fine | ~applies
-        each[name] = (int((ok & fine).sum()), int((ok & applies).sum() + lost.sum()))
-        broken |= cut & (_censored(cell, name, values) > limit)
+        unknown = np.isnan(values) & applies
+        veiled |= unknown
+        open_to &= fine | ~applies | unknown
+        each[bound] = (int((ok & fine).sum()), int((ok & applies).sum() + lost.sum()))
+        least = _censored(cell, bound.series, values)
+        broken |= cut & ~np.isnan(least) & ~WITHIN[bound.op](least, bound.value)
         if (ok & ~np.isnan(values)).any():
             least_ess = min(least_ess, stats.ess(values[ok & ~np.isnan(values)], 0.95))
     judged = ok | lost | broken
@@ -55,18 +61,23 @@ def attainment(cell: Cell, window: Window, limits: Mapping[str, float]) -> Attai
     if share is not None and 0 < share < 1:
         least_ess = stats.ess_of(met[judged], share * (1 - share))
     interval = stats.wilson(share * min(least_ess, n), min(least_ess, n)) if share is not None else None
-    return Attainment(k, n, open_, share, k / (n + open_), (k + open_) / (n + open_), interval, each)
+    hidden_only = int((judged & open_to & veiled).sum())
+    lower, upper = k / (n + open_), (k + open_) / (n + open_)
+    return Attainment(k, n, open_, share, lower, upper, interval, each, hidden_only, float(min(least_ess, n)))
 
 
-def _per_request(cell: Cell, name: str) -> Column:
+def _per_request(cell: Cell, name: str, context: Context) -> Column:
     if name not in SERIES:
         raise BenchError(f"limit on {name!r}: no such series; known are {', '.join(SERIES)}")
-    return SERIES["stall" if name == "itl" else name].of(cell, NOTHING)  # every gap within the limit: so is the longest
+    return SERIES["stall" if name == "itl" else name].of(cell, context)  # every gap within the limit: so is the longest
 
 
-def _within(name: str, limit: float) -> Callable[[np.ndarray], np.ndarray]:
-    higher = SERIES[name].better == "higher"
-    return lambda values: np.asarray(values >= limit if higher else values <= limit)
+WITHIN: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+}
 
 
 def _censored(cell: Cell, name: str, values: np.ndarray) -> np.ndarray:

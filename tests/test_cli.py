@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from llm_bench import __version__
-from llm_bench.cli import LIMITS, app, targets_app
+from llm_bench.cli import app, targets_app
 from llm_bench.errors import BenchError
+from llm_bench.options import LIMITS
 from tests.bench import bench, command, environment, good, llm_server, rows, trace_file
 from tests.scripted import Scripted, deaf, http_response, unused_port
 

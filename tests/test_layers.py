@@ -10,10 +10,11 @@ ROOT = Path(__file__).parents[1]
 # Import order of llm_bench, as DESIGN.md gives it.
 LAYERS = """errors limits clock exchange http1 stats request fields formats trace prompts dialects answer null_target
 host calibration targets probe plan shapes columns records retry wire driver shards cell beside measure book run windows
-series outcomes slo metrics identities facts client doubts results report selfcheck terminal cli""".split()
+series outcomes slo metrics objectives identities facts client doubts results words terminal_report markdown export
+report selfcheck terminal options cli_run cli""".split()
 
-PURE = """http1 stats request fields formats trace prompts dialects answer windows series slo metrics doubts shapes
-columns outcomes identities facts client""".split()
+PURE = """http1 stats request fields formats trace prompts dialects answer windows series slo metrics objectives doubts
+shapes columns outcomes identities facts client""".split()
 PURE_ENGINE = "sequence blocks policies scheduler".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 

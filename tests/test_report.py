@@ -3,14 +3,18 @@
 import csv
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from llm_bench import report
+from llm_bench import export, objectives, report, results, words
+from llm_bench.cli import app
 from llm_bench.errors import BenchError
 from llm_bench.records import Record, Writer
+from llm_bench.results import Asked
 from tests.sample import header, ns, record
 
 # In ms. The window is from 0, the first due time, without warm-up, to the last, 400, whose request is in it.
@@ -80,8 +84,68 @@ def five(tmp_path: Path) -> Path:
     return tmp_path / "five"
 
 
+def classed(folder: Path) -> results.Run:
+    """Two classes, `chat` of 100 ms and `batch` of 900 ms, 400 requests in all, and one that failed."""
+    rows = [
+        record(i, 10 * i, events=[10 * i + (900 if i % 2 else 100)], request_class=("chat", "batch")[i % 2])
+        for i in range(400)
+    ]
+    write_cell(folder, "000-a", [*rows, record(400, 4000, end=4001, outcome="failed", request_class="chat")])
+    return results.load_run(folder)
+
+
+SLO = objectives.parse("chat:ttft_p95<=200ms,ttft_p95<=200ms,error_rate<1%")
+
+
+def test_every_format_has_each_class_and_each_limit_with_its_verdict(tmp_path: Path) -> None:
+    run = classed(tmp_path / "run")
+    asked = Asked(["ttft_p95", "error_rate"], SLO)
+    (cell,) = json.loads(report.render([run], asked, "json"))["runs"][0]["cells"]
+    assert {name: of["metrics"]["ttft_p95"]["value"] for name, of in cell["classes"].items()} == {
+        "chat": 100,
+        "batch": 900,
+    }
+    assert cell["classes"]["chat"]["outcomes"]["failed"] == 1
+    assert [(j["limit"], j["class"], j["verdict"]) for j in cell["slo"]] == [
+        ("chat:ttft_p95<=200ms", "chat", "MET"),
+        ("ttft_p95<=200ms", "", "MISSED"),
+        ("error_rate<1%", "", "UNDECIDED"),
+    ]
+    rows = list(csv.DictReader(report.render([run], asked, "csv").splitlines()))
+    assert [(r["class"], r["metric"], r["slo"]) for r in rows] == [
+        ("", "ttft_p95", "ttft_p95<=200ms MISSED"),
+        ("", "error_rate", "error_rate<1% UNDECIDED"),
+        ("batch", "ttft_p95", ""),
+        ("batch", "error_rate", ""),
+        ("chat", "ttft_p95", "chat:ttft_p95<=200ms MET"),
+        ("chat", "error_rate", ""),
+    ]
+    for format_ in ("terminal", "md"):
+        flat = " ".join(report.render([run], asked, format_).replace("*", "").replace("&lt;", "<").split())
+        assert "SLO chat:ttft_p95<=200ms: MET: 200 of 201 met ttft<=200ms" in flat
+        assert "SLO ttft_p95<=200ms: MISSED" in flat
+        assert re.search(r"[|│] *batch *[|│] *200 *[|│]", flat)
+
+
+def test_by_default_what_the_slo_limits_is_shown_too(tmp_path: Path) -> None:
+    run = classed(tmp_path / "run")
+    slo = objectives.parse("ttft_p99<=200ms,itl_p99<1s")
+    names = list(json.loads(report.render([run], Asked(slo=slo), "json"))["runs"][0]["cells"][0]["metrics"])
+    assert names == [*words.DEFAULT_METRICS, "ttft_p99", "itl_p99", "slo_attainment", "goodput"]
+
+
+@pytest.mark.parametrize(("slo", "code"), [
+    ("chat:ttft_p95<=200ms", 0), ("ttft_p95<=200ms", 1), ("error_rate<1%", 3), ("error_rate<1%,ttft_p95<=200ms", 1),
+])  # fmt: skip
+def test_the_exit_code_of_a_report_is_that_of_its_worst_limit(tmp_path: Path, slo: str, code: int) -> None:
+    classed(tmp_path / "run")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--slo", slo, "--fail-on-slo"])
+    assert done.exit_code == code
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--slo", slo]).exit_code == 0
+
+
 def test_every_number_is_the_one_worked_by_hand(five: Path) -> None:
-    (line,) = report.render(report.load_run(five), list(BY_HAND), "json").splitlines()
+    (line,) = report.render([results.load_run(five)], Asked(list(BY_HAND)), "json").splitlines()
     (run,) = json.loads(line)["runs"]
     (cell,) = run["cells"]
     got = cell["metrics"]
@@ -106,12 +170,12 @@ def test_every_number_is_the_one_worked_by_hand(five: Path) -> None:
 
 
 def test_csv_is_long_and_carries_the_same_numbers(five: Path) -> None:
-    text = report.render(report.load_run(five), [*BY_HAND, "goodput"], "csv")
+    text = report.render([results.load_run(five)], Asked([*BY_HAND, "goodput"]), "csv")
     lines = list(csv.DictReader(text.splitlines()))
-    assert list(lines[0]) == report.COLUMNS
+    assert list(lines[0]) == export.COLUMNS
     assert {(row["state"], row["doubts"], row["interval_low"]) for row in lines} == {("too short", "4", "")}
     assert {row["metric"]: float(row["value"]) for row in lines[:-1]} == pytest.approx(BY_HAND)
-    assert (lines[-1]["value"], lines[-1]["label"]) == ("", "no limits were given")
+    assert (lines[-1]["value"], lines[-1]["label"]) == ("", "no limits were given: --slo")
     assert {(row["target"], row["load"], row["run"]) for row in lines} == {("a", "rate=5/s", "five")}
 
 
@@ -122,10 +186,10 @@ def test_the_terminal_says_numbers_window_reasons_failures_and_doubts(
     five: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    text = report.render(report.load_run(five), NAMES, "terminal")
+    text = report.render([results.load_run(five)], Asked(NAMES), "terminal")
     assert max(map(len, text.splitlines())) <= 100
     flat = " ".join(text.split())
-    for words in (
+    for said in (
         "│ 4 │ 1 │ 60 │",
         "all: 70",
         "all: error",
@@ -133,7 +197,7 @@ def test_the_terminal_says_numbers_window_reasons_failures_and_doubts(
         "20.00%",
         "window 0.000 s to 0.400 s (0.400 s), 5 requests due in it, 0 before it; open loop",
         "tpot_mean: left out of it 1 (under 2 tokens)",
-        "goodput: – because no limits were given",
+        "goodput: – because no limits were given: --slo",
         "ttft_p50: no interval, ESS under 150",
         "ok, failed: requests due in the window below a percentile: n, ESS",
         "failed: http_5xx 503 x1, first: HTTP 503: busy | later",
@@ -141,7 +205,7 @@ def test_the_terminal_says_numbers_window_reasons_failures_and_doubts(
         "doubt: too few requests: ttft_p95: p95 of 4 lies between the two largest",
         "doubt: weather: it rained",
     ):
-        assert words in flat, words
+        assert said in flat, said
     assert "\x1b" not in text
     assert flat.count("≈ max") + flat.count("two largest") == 1  # one fact, said once
     assert flat.count("too short") == 1
@@ -160,24 +224,24 @@ def test_tables_hold_as_many_metrics_as_the_terminal_and_never_cut_one(
         for i in range(2000)
     ]
     write_cell(tmp_path / "run", "000-a", [*rows, record(2000, 5000, outcome="failed", end=6000)])
-    run = report.load_run(tmp_path / "run")
+    run = results.load_run(tmp_path / "run")
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = report.render(run, MANY, "terminal").splitlines()
+    lines = report.render([run], Asked(MANY), "terminal").splitlines()
     drawn = [line for line in lines if line.startswith(("┏", "┃", "┡", "│", "└"))]
     assert columns == 20 or max(map(len, lines)) <= columns
     assert sum(line[0] == "┏" for line in drawn) == tables
     assert "…" not in "".join(drawn)
     assert all(line[1] == line[-2] == " " for line in drawn if line[0] in "┃│")  # a space on either side
-    (cell,) = report.document(run, MANY)["cells"]
-    words = " ".join(drawn).replace("│", " ").split()
+    (cell,) = export.document(run, Asked(MANY))["cells"]
+    shown = " ".join(drawn).replace("│", " ").split()
     for name, value in cell["metrics"].items():
-        assert report.number(value["value"], value["unit"]) in words, name
+        assert words.number(value["value"], value["unit"]) in shown, name
     (firsts,) = {tuple(cell.strip() for cell in line.split("│")[1:4]) for line in drawn if "rate=5/s" in line}
     assert firsts == ("rate=5/s", "2000", "1")
 
 
 def test_markdown_has_a_table_and_the_same_remarks(five: Path) -> None:
-    text = report.render(report.load_run(five), NAMES, "md")
+    text = report.render([results.load_run(five)], Asked(NAMES), "md")
     assert (
         "| rate=5/s | 4 | 1 | 60 (n 4, ESS 4, all: 70) | 78.5 (n 4, ESS 4, all: error) | 24 | 25 | 20.00% | – | 0.6 |"
         in text
@@ -190,7 +254,7 @@ def test_a_whole_run_without_a_figure_is_not_spoken_of(tmp_path: Path) -> None:
     rows = [record(i, 10 * i, end=10 * i + 9, outcome="failed") for i in range(50)]
     write_cell(tmp_path / "run", "000-a", rows, load={"kind": "closed", "concurrency": 1})
     for format_ in ("terminal", "md"):
-        text = report.render(report.load_run(tmp_path / "run"), [], format_)
+        text = report.render([results.load_run(tmp_path / "run")], Asked(), format_)
         assert "whole run" not in text
         assert "latencies are of the others" not in " ".join(text.split())
 
@@ -198,43 +262,45 @@ def test_a_whole_run_without_a_figure_is_not_spoken_of(tmp_path: Path) -> None:
 def test_requests_per_second_is_told_apart_from_the_requests_counted_as_ok(five: Path) -> None:
     said = "requests due in the window; requests_per_second counts the ok ones that ended in it"
     for format_ in ("terminal", "md"):
-        text = " ".join(report.render(report.load_run(five), ["requests_per_second"], format_).split())
+        text = " ".join(report.render([results.load_run(five)], Asked(["requests_per_second"]), format_).split())
         assert text.count(said) == 1
 
 
 def test_a_run_that_streamed_nothing_shows_whole_answers_by_default(tmp_path: Path, five: Path) -> None:
     rows = [record(i, 10 * i, end=10 * i + 9) for i in range(50)]
     write_cell(tmp_path / "run", "000-a", rows, settings={"stream": False})
-    run, streamed = report.load_run(tmp_path / "run"), report.load_run(five)
-    runs = json.loads(report.render_all([run, streamed], [], "json"))["runs"]
+    run, streamed = results.load_run(tmp_path / "run"), results.load_run(five)
+    runs = json.loads(report.render([run, streamed], Asked(), "json"))["runs"]
     assert [list(r["cells"][0]["metrics"])[:3] for r in runs] == [
         ["e2e_p50", "e2e_p95", "e2e_p99"],
         ["ttft_p50", "ttft_p95", "tpot_p50"],
     ]
-    assert "nothing was streamed: no TTFT" in report.render(run, [], "md")
-    assert "nothing was streamed" not in report.render(streamed, [], "md")
-    assert list(json.loads(report.render(run, ["ttft_p50"], "json"))["runs"][0]["cells"][0]["metrics"]) == ["ttft_p50"]
+    assert "nothing was streamed: no TTFT" in report.render([run], Asked(), "md")
+    assert "nothing was streamed" not in report.render([streamed], Asked(), "md")
+    assert list(json.loads(report.render([run], Asked(["ttft_p50"]), "json"))["runs"][0]["cells"][0]["metrics"]) == [
+        "ttft_p50"
+    ]
 
 
 def test_a_closed_loop_is_shown_with_and_without_its_first_wave(tmp_path: Path) -> None:
     rows = [record(0, 0, events=[5000])] + [record(1 + i, 5000 + 10 * i, events=[5010 + 10 * i]) for i in range(50)]
     write_cell(tmp_path / "run", "000-a", rows, load={"kind": "closed", "concurrency": 1})
-    run = report.load_run(tmp_path / "run")
-    cell = report.document(run, ["ttft_p99", "error_rate"])["cells"][0]
+    run = results.load_run(tmp_path / "run")
+    cell = export.document(run, Asked(["ttft_p99", "error_rate"]))["cells"][0]
     assert cell["metrics"]["ttft_p99"]["value"] == 10
     assert cell["whole_run"]["ttft_p99"]["value"] == pytest.approx(2505)  # rank 49.5 of 0..50: between 10 and 5000
     assert list(cell["whole_run"]) == ["ttft_p99"]
-    assert "first wave of 1 and drain included: ttft_p99 2,505 ms" in report.render(run, ["ttft_p99"], "md")
+    assert "first wave of 1 and drain included: ttft_p99 2,505 ms" in report.render([run], Asked(["ttft_p99"]), "md")
 
 
 def test_a_crashed_run_is_read_from_its_record_files_alone(tmp_path: Path) -> None:
     whole = write_cell(tmp_path / "run", "000-a", FIVE)
     cut = write_cell(tmp_path / "run", "001-a", FIVE)
     cut.write_bytes(cut.read_bytes()[:-300])
-    run = report.load_run(tmp_path / "run")
+    run = results.load_run(tmp_path / "run")
     assert [(m.name, m.cell.n, m.cell.complete) for m in run.cells] == [("000-a", 5, True), ("001-a", 4, False)]
     assert run.facts == {}
-    assert "incomplete file: the record file ends in the middle" in report.render(run, [], "terminal")
+    assert "incomplete file: the record file ends in the middle" in report.render([run], Asked(), "terminal")
     assert whole.exists()
 
 
@@ -243,9 +309,9 @@ def test_cells_that_run_json_does_not_know_are_added_and_those_without_records_n
     facts = json.loads((five / "run.json").read_text())
     facts["cells"].append({"name": "002-c", "file": "002-c.arrow", "target": "c"})
     (five / "run.json").write_text(json.dumps(facts))
-    run = report.load_run(five)
+    run = results.load_run(five)
     assert [m.name for m in run.cells] == ["000-a", "001-b"]
-    assert "missing cell: c at ?: it was begun and left no records" in report.render(run, [], "terminal")
+    assert "missing cell: c at ?: it was begun and left no records" in report.render([run], Asked(), "terminal")
 
 
 @pytest.mark.parametrize("torn", [b"", b"\xff\xff\xff\xff\x10\x00", b"nonsense"])
@@ -256,20 +322,20 @@ def test_a_cell_that_cannot_be_read_is_named_and_the_others_are_shown(five: Path
     facts = json.loads((five / "run.json").read_text())
     facts["cells"].append({"name": "001-b", "target": "b", "load": {"label": "c=4"}})
     (five / "run.json").write_text(json.dumps(facts))
-    run = report.load_run(five)
+    run = results.load_run(five)
     assert [m.name for m in run.cells] == ["000-a"]
-    said = [d.text for d in report.verdict(run).doubts if d.kind == "missing cell"]
+    said = [d.text for d in results.verdict(run).doubts if d.kind == "missing cell"]
     assert [text.split(": ")[0] for text in said] == ["b at c=4", "002-c at ?"]
     assert all("it cannot be read: " in text and "not a record file of llm-bench" in text for text in said)
-    assert "001-b.arrow" in report.render(run, ["error_rate"], format_)
+    assert "001-b.arrow" in report.render([run], Asked(["error_rate"]), format_)
     (five / "000-a.arrow").write_bytes(torn)
     with pytest.raises(BenchError, match=r"000-a\.arrow: not a record file"):
-        report.load_run(five)
+        results.load_run(five)
 
 
 def test_a_cell_that_run_json_lists_without_an_end_is_a_doubt(five: Path) -> None:
     def early() -> list[str]:
-        return [d.text for d in report.verdict(report.load_run(five)).doubts if d.kind == "ended early"]
+        return [d.text for d in results.verdict(results.load_run(five)).doubts if d.kind == "ended early"]
 
     assert early() == []
     facts = json.loads((five / "run.json").read_text())
@@ -316,11 +382,11 @@ def test_cells_that_never_ran_are_named_everywhere(
     for entry in cells:
         write_cell(tmp_path, entry["file"].removesuffix(".arrow"), FIVE)
     (tmp_path / "run.json").write_text(json.dumps(PLANNED | {"cells": cells}))
-    run = report.load_run(tmp_path)
-    assert [d for d in report.verdict(run).doubts if d.kind == "missing cell"] == [
+    run = results.load_run(tmp_path)
+    assert [d for d in results.verdict(run).doubts if d.kind == "missing cell"] == [
         ("missing cell", f"{cell}: {why}") for cell in missing
     ]
-    text = report.render(run, ["error_rate"], format_)
+    text = report.render([run], Asked(["error_rate"]), format_)
     if format_ == "csv":
         rows = [row for row in csv.DictReader(text.splitlines()) if row["state"] == "missing"]
         assert [f"{row['target']} at {row['load']}" for row in rows] == missing
@@ -334,28 +400,28 @@ def test_a_load_asked_for_twice_is_missed_when_it_ran_once(tmp_path: Path) -> No
     write_cell(tmp_path, "a-c=2", FIVE)
     facts = {"targets": ["a"], "loads": ["c=2", "c=2"], "cells": [begun("a", "c=2", reason="interrupted")]}
     (tmp_path / "run.json").write_text(json.dumps(facts))
-    assert [(m.target, m.load) for m in report.load_run(tmp_path).missing] == [("a", "c=2")]
+    assert [(m.target, m.load) for m in results.load_run(tmp_path).missing] == [("a", "c=2")]
 
 
 def test_verdict_counts_ok_requests_failures_and_doubts(five: Path) -> None:
-    got = report.verdict(report.load_run(five))
+    got = results.verdict(results.load_run(five))
     assert got.cells == [("000-a", 4, 0.2)]
     assert "failed requests" in [d.kind for d in got.doubts]
 
 
 def test_several_runs_stand_in_one_document(five: Path) -> None:
-    run = report.load_run(five)
-    both = json.loads(report.render_all([run, run], ["error_rate"], "json"))
-    one = json.loads(report.render(run, ["error_rate"], "json"))
+    run = results.load_run(five)
+    both = json.loads(report.render([run, run], Asked(["error_rate"]), "json"))
+    one = json.loads(report.render([run], Asked(["error_rate"]), "json"))
     assert both == {"schema": 1, "runs": 2 * one["runs"]}  # the same shape however many there are
     assert [r["cells"][0]["metrics"]["error_rate"]["value"] for r in both["runs"]] == [0.2, 0.2]
-    assert len(report.render_all([run, run], ["error_rate"], "csv").splitlines()) == 3
+    assert len(report.render([run, run], Asked(["error_rate"]), "csv").splitlines()) == 3
 
 
 @pytest.mark.parametrize("format_", report.FORMATS)
 def test_every_format_takes_an_empty_cell(tmp_path: Path, format_: str) -> None:
     write_cell(tmp_path / "run", "000-a", [])
-    text = report.render(report.load_run(tmp_path / "run"), [], format_)
+    text = report.render([results.load_run(tmp_path / "run")], Asked(), format_)
     assert "no ok request was due in the window" in text
     assert text.endswith("\n")
 
@@ -367,21 +433,21 @@ def test_the_newest_run_is_the_one_last_written(tmp_path: Path) -> None:
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed" / "run.json").write_text('{"cells": []}')  # newer, but it failed before its first request
     (tmp_path / "empty").mkdir()
-    assert report.newest(tmp_path) == tmp_path / "b"
+    assert results.newest(tmp_path) == tmp_path / "b"
     (tmp_path / "only" / "failed").mkdir(parents=True)
     (tmp_path / "only" / "failed" / "run.json").write_text('{"cells": []}')
     for folder in ("empty", "only"):
         with pytest.raises(BenchError, match="no run with records in it"):
-            report.newest(tmp_path / folder)
+            results.newest(tmp_path / folder)
     with pytest.raises(BenchError, match="no run with records in it"):
-        report.newest(tmp_path / "none")
+        results.newest(tmp_path / "none")
 
 
 def test_bad_folders_files_names_and_formats_are_refused(tmp_path: Path, five: Path) -> None:
     with pytest.raises(BenchError, match="no such run folder"):
-        report.load_run(tmp_path / "none")
+        results.load_run(tmp_path / "none")
     with pytest.raises(BenchError, match="no record file"):
-        report.load_run(tmp_path)
+        results.load_run(tmp_path)
     with pytest.raises(BenchError, match="nearest"):
         report.parse_metrics("ttft_p95,tpt_p95")
     with pytest.raises(BenchError, match="terminal, md, json, csv"):
@@ -391,7 +457,7 @@ def test_bad_folders_files_names_and_formats_are_refused(tmp_path: Path, five: P
     for text in ("{", "[]"):
         (five / "run.json").write_text(text)
         with pytest.raises(BenchError, match=r"run\.json"):
-            report.load_run(five)
+            results.load_run(five)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +468,7 @@ def test_bad_folders_files_names_and_formats_are_refused(tmp_path: Path, five: P
     ],
 )
 def test_numbers_carry_four_digits(value: float | str | None, unit: str, text: str) -> None:
-    assert report.number(value, unit) == text
+    assert words.number(value, unit) == text
 
 
 def refused(i: int, kind: str, status: int) -> Record:
@@ -414,7 +480,7 @@ def test_every_format_lists_failures_with_their_statuses(tmp_path: Path, format_
     kinds = [("http_5xx", 500)] * 3 + [("http_5xx", 502)] + [("rejected", 503)] * 4 + [("rejected", 429)] * 2
     rows = [refused(i, *kind) for i, kind in enumerate(kinds)]
     write_cell(tmp_path / "run", "000-a", [*rows, record(10, 100, events=[105])])
-    text = report.render(report.load_run(tmp_path / "run"), ["error_rate"], format_)
+    text = report.render([results.load_run(tmp_path / "run")], Asked(["error_rate"]), format_)
     if format_ == "json":
         found = json.loads(text)["runs"][0]["cells"][0]["failures"]
         assert [(f["kind"], f["count"], f["statuses"]) for f in found] == [
@@ -433,7 +499,7 @@ def test_retries_show_the_first_attempts_unasked(tmp_path: Path, five: Path, for
         for i in range(4)
     ]
     write_cell(tmp_path / "run", "000-a", [*rows, *(record(i, i, events=[i + 100]) for i in range(4, 10))])
-    text = report.render(report.load_run(tmp_path / "run"), [], format_)
+    text = report.render([results.load_run(tmp_path / "run")], Asked(), format_)
     if format_ in ("terminal", "md"):
         flat = " ".join(text.split())
         assert "60.00%" in flat
@@ -445,29 +511,29 @@ def test_retries_show_the_first_attempts_unasked(tmp_path: Path, five: Path, for
     if format_ == "csv":
         (row,) = [r for r in csv.DictReader(text.splitlines()) if r["metric"] == "first_attempt_success"]
         assert float(row["value"]) == 0.6
-    assert "first_attempt_success" not in report.render(report.load_run(five), [], "csv")
+    assert "first_attempt_success" not in report.render([results.load_run(five)], Asked(), "csv")
 
 
 def test_littles_law_stands_below_each_cell_and_many_reconnects_too(tmp_path: Path) -> None:
     rows = [record(i, 100 * i, events=[100 * i + 50], reconnects=int(i < 11)) for i in range(101)]
     write_cell(tmp_path / "run", "000-a", rows)
-    text = report.render(report.load_run(tmp_path / "run"), [], "md")
+    text = report.render([results.load_run(tmp_path / "run")], Asked(), "md")
     assert "- Little: 10.1/s x 0.05 s = 0.505, in flight 0.5 on average (records), edges +1.0%\n" in text
     assert "- 11 of 101 requests found their kept-alive connection closed and opened it anew\n" in text
-    assert "reconnect" not in " ".join(d.kind for d in report.verdict(report.load_run(tmp_path / "run")).doubts)
+    assert "reconnect" not in " ".join(d.kind for d in results.verdict(results.load_run(tmp_path / "run")).doubts)
     rows[0].reconnects = 0
     write_cell(tmp_path / "run", "000-a", rows)
-    assert "opened it anew" not in report.render(report.load_run(tmp_path / "run"), [], "md")
+    assert "opened it anew" not in report.render([results.load_run(tmp_path / "run")], Asked(), "md")
     for row in rows:
         row.reconnects = 1
     write_cell(tmp_path / "run", "000-a", rows)
     assert "a server that drops requests within 50 ms would look the same" in report.render(
-        report.load_run(tmp_path / "run"), [], "md"
+        [results.load_run(tmp_path / "run")], Asked(), "md"
     )
     for row in rows:
         row.reconnects = 0
     write_cell(tmp_path / "run", "000-a", rows)
-    assert "opened it anew" not in report.render(report.load_run(tmp_path / "run"), [], "md")
+    assert "opened it anew" not in report.render([results.load_run(tmp_path / "run")], Asked(), "md")
 
 
 @pytest.mark.parametrize("format_", report.FORMATS)
@@ -489,15 +555,15 @@ def test_figures_that_the_client_limited_are_headed_by_it(
         write_cell(tmp_path / "run", name, rows)
     cells = [{"name": "000-a", "end": end}, {"name": "001-a", "end": {}}]
     (tmp_path / "run" / "run.json").write_text(json.dumps({"cells": cells}))
-    run = report.load_run(tmp_path / "run")
-    assert report.verdict(run).client_limited
-    text = report.render(run, ["ttft_p95"], format_)
+    run = results.load_run(tmp_path / "run")
+    assert results.verdict(run).client_limited
+    text = report.render([run], Asked(["ttft_p95"]), format_)
     if format_ == "json":
         assert [c["client_limited"] for c in json.loads(text)["runs"][0]["cells"]] == [True, False]
     else:
         assert text.count("client-limited: upper bounds") == 1
     (tmp_path / "run" / "run.json").unlink()
-    assert not report.verdict(report.load_run(tmp_path / "run")).client_limited
+    assert not results.verdict(results.load_run(tmp_path / "run")).client_limited
 
 
 def test_a_cell_of_several_workers_is_read_as_one(tmp_path: Path) -> None:
@@ -506,20 +572,20 @@ def test_a_cell_of_several_workers_is_read_as_one(tmp_path: Path) -> None:
         write_cell(folder, f"000-a.w{k}", [record(i, 10 * i, events=[10 * i + 5]) for i in range(k, 40, 2)])
     write_cell(folder, "000-a.lost", [record(40, 400, outcome="failed", error_kind="worker_died", end=401)])
     write_cell(folder, "001-a", FIVE)
-    crashed = report.load_run(folder)  # without run.json
+    crashed = results.load_run(folder)  # without run.json
     (folder / "run.json").write_text(json.dumps({"cells": [{"name": "000-a"}, {"file": "001-a.arrow"}]}))
-    for run in (crashed, report.load_run(folder)):
+    for run in (crashed, results.load_run(folder)):
         assert [(m.name, m.cell.n, m.listed) for m in run.cells] == [("000-a", 41, True), ("001-a", 5, True)]
         assert run.cells[0].cell["index"].tolist() == list(range(41))
 
 
 def test_a_cell_that_run_json_does_not_list_bears_a_note(five: Path) -> None:
     write_cell(five, "001-b", FIVE)
-    run = report.load_run(five)
+    run = results.load_run(five)
     assert [(m.name, m.listed) for m in run.cells] == [("000-a", True), ("001-b", False)]
     for format_ in ("terminal", "md"):
-        assert report.render(run, [], format_).count("run.json does not list this cell") == 1
-    assert [c["listed"] for c in report.document(run, ["error_rate"])["cells"]] == [True, False]
+        assert report.render([run], Asked(), format_).count("run.json does not list this cell") == 1
+    assert [c["listed"] for c in export.document(run, Asked(["error_rate"]))["cells"]] == [True, False]
 
 
 CELL = {"name": "000-a"}
@@ -557,7 +623,7 @@ HOSTILE_BOOKS = {
 def test_a_run_json_of_another_shape_is_refused_with_its_place(five: Path, book: str) -> None:
     (five / "run.json").write_text(book)
     with pytest.raises(BenchError) as refused:
-        report.load_run(five)
+        results.load_run(five)
     assert str(refused.value).startswith(f"{five / 'run.json'}: ")
     assert HOSTILE_BOOKS[book] in str(refused.value)
 
@@ -592,7 +658,7 @@ def test_a_header_of_another_shape_is_refused_with_its_file(tmp_path: Path, part
     value, words = HOSTILE_HEADERS[part]
     file = write_cell(tmp_path / "run", "000-a", FIVE, **{part.split()[0]: value})
     with pytest.raises(BenchError) as refused:
-        report.load_run(tmp_path / "run")
+        results.load_run(tmp_path / "run")
     assert str(refused.value).startswith(f"{file}: ")
     assert words in str(refused.value)
 
@@ -609,4 +675,4 @@ NULLS += [{"cells": [CELL | {"end": dict.fromkeys(("start_ns", "loop_lag_p99_ms"
 def test_null_says_the_same_as_nothing(five: Path, book: dict[str, Any]) -> None:
     (five / "run.json").write_text(json.dumps(book))
     for format_ in report.FORMATS:
-        assert report.render(report.load_run(five), ["ttft_p50"], format_)
+        assert report.render([results.load_run(five)], Asked(["ttft_p50"]), format_)

@@ -1,0 +1,227 @@
+"""`llm-bench run`: its options, the loads they name, its exit code."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from llm_bench import terminal
+from llm_bench.errors import BenchError
+from llm_bench.options import (
+    Api,
+    Ca,
+    Deadlines,
+    FailOnSlo,
+    Format,
+    Insecure,
+    KeyEnv,
+    MaxLen,
+    Metrics,
+    Model,
+    Ready,
+    SloText,
+    TargetsFile,
+    Tokenizer,
+    check_numbers,
+    given,
+    numbers,
+)
+
+
+def _loads(
+    concurrency: str, rate: str, replay: bool, speed: float, burstiness: float, constant: bool, cap: int | None
+) -> list[Any]:
+    from llm_bench.plan import Load
+
+    given = [name for name, on in (("--concurrency", concurrency), ("--rate", rate), ("--replay", replay)) if on]
+    if len(given) > 1:
+        raise BenchError(f"{' and '.join(given)}: give one of them; each is another kind of load")
+    if cap is not None and concurrency:
+        raise BenchError("--max-in-flight is the cap of an open loop (--rate or --replay)")
+    if (concurrency or rate) and speed != 1:
+        raise BenchError("--speed is of a replay (--replay); --concurrency and --rate do not use the trace's times")
+    if not rate and (constant or burstiness != 1):
+        raise BenchError("--burstiness and --constant shape the arrivals of --rate")
+    if concurrency:
+        return [Load(concurrency=n) for n in numbers(concurrency, "concurrency", int)]
+    if rate:
+        shape = None if constant else burstiness
+        return [Load(rate=r, burstiness=shape, max_in_flight=cap) for r in numbers(rate, "rate", float)]
+    return [Load(speed=speed, max_in_flight=cap)]
+
+
+def run(
+    context: typer.Context,
+    targets: Annotated[str, typer.Option(help="name,name=url,url: declared in targets.toml, or reference, or null.")],
+    trace: Annotated[Path, typer.Option(help="Trace file; its format is found by its keys.")],
+    concurrency: Annotated[str, typer.Option(help="Closed loop: this many slots, e.g. 1,8,32.")] = "",
+    rate: Annotated[str, typer.Option(help="Open loop: requests per second, e.g. 1,2,4.")] = "",
+    burstiness: Annotated[float, typer.Option(help="Gamma shape of --rate's gaps: 1 Poisson, 0.25 CV 2.")] = 1.0,
+    constant: Annotated[bool, typer.Option("--constant", help="Space --rate's arrivals evenly.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")
+    ] = False,
+    speed: Annotated[float, typer.Option(help="Replay this many times as fast: 2 takes half as long.")] = 1.0,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")
+    ] = None,
+    warmup: Annotated[
+        float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")
+    ] = None,
+    drain: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the last answers; default: each has its own time-outs.")
+    ] = None,
+    loop_trace: Annotated[
+        bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of arrivals; of the prompts with --reuse-prompts.")] = 0,
+    retries: Annotated[
+        int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")
+    ] = 0,
+    too_long: Annotated[str, typer.Option(help="Requests over the context limit: refuse, skip or clip.")] = "refuse",
+    reuse_prompts: Annotated[
+        bool, typer.Option("--reuse-prompts", help="The same prompts in every cell and run.")
+    ] = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")] = False,
+    trace_format: Annotated[
+        str | None, typer.Option("--format-of-trace", help="Override the format that is found.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")
+    ] = None,
+    skip_bad: Annotated[int, typer.Option(help="Tolerate up to N bad rows; they are counted.")] = 0,
+    api: Api = "",
+    model: Model = "",
+    key_env: KeyEnv = "",
+    tokenizer: Tokenizer = "",
+    max_model_len: MaxLen = 0,
+    ca: Ca = "",
+    insecure: Insecure = False,
+    connect_per_request: Annotated[
+        bool, typer.Option("--connect-per-request", help="A new connection for each request.")
+    ] = False,
+    spin: Annotated[float, typer.Option(help="Open loop: spin for the last so many µs before a due time.")] = 0.0,
+    targets_file: TargetsFile = Path("targets.toml"),
+    ready_timeout: Ready = 30.0,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds; 0: none.")] = 10.0,
+    ttft_timeout: Annotated[float, typer.Option(help="Seconds from sending to the first token; 0: none.")] = 300.0,
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds without a byte after the first token; 0: none.")
+    ] = 120.0,
+    total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all, retries too; 0: none.")] = 3600.0,
+    keep_bytes: Annotated[int, typer.Option(help="Keep the first N bytes of good answers too.")] = 0,
+    metrics: Metrics = "",
+    slo: SloText = "",
+    deadlines: Deadlines = "",
+    fail_on_slo: FailOnSlo = False,
+    fail_on_error_rate: Annotated[
+        float, typer.Option(help="Exit 1 when a cell's share of failures is over this.")
+    ] = 0.5,
+    fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
+    format: Format = "terminal",  # noqa: A002
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
+    workers: Annotated[
+        str, typer.Option(help="Processes that share each cell: a number, or auto; a cap is held by one.")
+    ] = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish the run in --out: measure its missing cells.")
+    ] = False,
+) -> None:
+    """Replay a trace against targets at each load, and report.
+
+    Without --concurrency, --rate or --replay the trace is replayed at its own times. Several loads, or several targets,
+    are measured one after the other. Metrics are listed in the README, under "Metrics".
+    """
+    from llm_bench import objectives, report, results
+    from llm_bench import run as runs
+    from llm_bench import targets as known
+    from llm_bench.cell import Options
+    from llm_bench.exchange import Timeouts
+
+    if too_long not in ("refuse", "skip", "clip"):
+        raise BenchError(f"--too-long {too_long!r}: expected refuse, skip or clip")
+    check_numbers(context.params)
+    loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
+    asked = results.Asked(report.parse_metrics(metrics), objectives.parse(slo, deadlines))
+    report.check_format(format)
+    chosen = known.parse(targets, targets_file, given(context.params))
+    limits = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
+    if resume and out is None:
+        raise BenchError("--resume: give the run's folder with --out, and what it was begun with")
+    crew = 0 if workers == "auto" else numbers(workers, "workers", int)[0]
+    job = runs.Job(
+        targets=chosen,
+        loads=loads,
+        trace=trace,
+        format=trace_format,
+        block_size=block_size,
+        skip_bad=skip_bad,
+        workers=crew,
+        resume=resume,
+    )
+    options = Options(
+        out=out or _new_folder([t.name for t in chosen]),
+        requests=requests,
+        duration_s=duration,
+        warmup=warmup,
+        drain_s=drain,
+        loop_trace=loop_trace,
+        seed=seed,
+        retries=retries,
+        too_long=too_long,
+        reuse_prompts=reuse_prompts,
+        stream=not no_stream,
+        keep_bytes=keep_bytes,
+        connect_per_request=connect_per_request,
+        spin_us=spin,
+        ready_s=ready_timeout,
+        timeouts=Timeouts(*(limit or None for limit in limits)),
+    )
+    say, live = terminal.voice()
+    ended = runs.run(job, options, say, live)
+    say(f"records: {options.out}")
+    found = results.load_run(options.out)
+    terminal.show(report.render([found], asked, format), f"; the records are whole: llm-bench report {options.out}")
+    fails = Fails(fail_on_error_rate, fail_on_doubt, fail_on_slo)
+    raise typer.Exit(_exit_code(ended, results.verdict(found, asked.slo), fails, say))
+
+
+class Fails(NamedTuple):
+    """What of a finished run is a failure."""
+
+    error_rate: float
+    doubt: bool
+    slo: bool
+
+
+def _exit_code(ended: Any, verdict: Any, fails: Fails, say: Callable[[str], None]) -> int:
+    if ended.interrupted:
+        return 130
+    if ended.gone:
+        return 4
+    if ended.died:
+        return 5
+    bad = [name for name, ok, rate in verdict.cells if not ok or rate > fails.error_rate]
+    if bad:
+        say(f"failed: no ok request, or an error rate over {fails.error_rate:.0%}, in {', '.join(bad)}")
+        return 1
+    return slo_code(verdict) if fails.slo and slo_code(verdict) else 3 if fails.doubt and verdict.doubts else 0
+
+
+def slo_code(verdict: Any) -> int:
+    """Exit code of --fail-on-slo: 1 for a limit that was missed, 3 for one that is undecided."""
+    said = {judged.verdict for judged in verdict.judged}
+    return 1 if "MISSED" in said else 3 if "UNDECIDED" in said else 0
+
+
+def _new_folder(names: list[str]) -> Path:
+    from datetime import datetime
+
+    stem = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{'-'.join(names)[:60]}"
+    stem = "".join(c if c.isalnum() or c in "-_./=" else "_" for c in stem)
+    return next(path for path in map(Path, (stem, *(f"{stem}-{i}" for i in range(2, 1000)))) if not path.exists())

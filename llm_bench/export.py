@@ -1,0 +1,153 @@
+"""A run for programs: JSON, CSV. What stands in them is what `metrics` computed, with all its digits."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llm_bench import metrics
+from llm_bench.metrics import Value
+from llm_bench.objectives import Judged
+from llm_bench.results import Asked, Run, Sheet, sheets
+from llm_bench.words import LIMITED, or_default, table_lines
+
+SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
+
+
+def rows(run: Run, asked: Asked) -> Iterator[dict[str, Any]]:
+    """One dict a figure, by COLUMNS; a cell that cannot be read has its rows too, without values."""
+    for sheet in sheets(run, asked):
+        verdicts = {(j.limit.of_class, j.limit.metric.name): j for j in sheet.judged}
+        state = "; ".join(filter(None, [sheet.measured.window.state, LIMITED * sheet.client_limited]))
+        for line in table_lines(sheet):
+            for v in line.values:
+                low, high = v.interval or (None, None)
+                judged = verdicts.get((line.of_class, v.name))
+                yield {
+                    "target": sheet.measured.target,
+                    "load": sheet.measured.load,
+                    "class": line.of_class,
+                    "metric": v.name,
+                    "value": v.value,
+                    "unit": v.unit,
+                    "n": v.n,
+                    "ess": v.ess,
+                    "interval_low": low,
+                    "interval_high": high,
+                    "slo": f"{judged.limit.text} {judged.verdict}" if judged else "",
+                    "state": state,
+                    "failures": "; ".join(f.text for f in sheet.failures),
+                    "doubts": len(sheet.doubts),
+                    "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
+                    "run": run.path.name,
+                }
+    for m in run.missing:
+        for name in asked.names:
+            unit = metrics.parse(name).unit
+            yield {"target": m.target, "load": m.load, "metric": name, "unit": unit, "state": "missing"} | {
+                "doubts": 1,
+                "label": m.why,
+                "run": run.path.name,
+            }
+
+
+def document(run: Run, asked: Asked) -> dict[str, Any]:
+    """The run as one JSON-able object."""
+    return {
+        "path": str(run.path),
+        "run": dict(run.facts),
+        "missing": [m._asdict() for m in run.missing],
+        "doubts": [d._asdict() for d in run.own_doubts],
+        "cells": [_cell_document(sheet) for sheet in sheets(run, asked)],
+    }
+
+
+def _cell_document(sheet: Sheet) -> dict[str, Any]:
+    m, w = sheet.measured, sheet.measured.window
+    return {
+        "name": m.name,
+        "target": m.target,
+        "load": m.load,
+        "header": {key: m.cell.header.get(key) for key in ("target", "load", "plan", "probe")},
+        "window": {
+            "rule": w.rule,
+            "opened": w.opened,
+            "start_ns": w.start_ns,
+            "end_ns": w.end_ns,
+            "seconds": round(w.seconds, 6),
+            "requests": w.requests,
+            "warmup_requests": w.warmup,
+            "first_wave": w.first_wave,
+            "backlog_growth_per_second": w.growth,
+        },
+        "state": w.state,
+        "complete": m.cell.complete,
+        "outcomes": sheet.outcomes,
+        "failures": [
+            {"kind": f.kind, "count": f.requests, "statuses": f.statuses, "first_error": f.first_error}
+            for f in sheet.failures
+        ],
+        "attempts": sheet.attempts and sheet.attempts._asdict(),
+        "little": sheet.little._asdict(),
+        "reconnected": sheet.reconnected[0],
+        "client_limited": sheet.client_limited,
+        "listed": m.listed,
+        "metrics": {v.name: _value_document(v) for v in sheet.values},
+        "whole_run": {v.name: _value_document(v) for v in sheet.whole_run},
+        "classes": {
+            name: {"outcomes": of.outcomes, "metrics": {v.name: _value_document(v) for v in of.values}}
+            for name, of in sheet.by_class.items()
+        },
+        "slo": [_judged_document(j) for j in sheet.judged],
+        "doubts": [d._asdict() for d in sheet.doubts],
+        "end": dict(m.end),
+    }
+
+
+def _judged_document(j: Judged) -> dict[str, Any]:
+    return {
+        "limit": j.limit.text,
+        "metric": j.limit.metric.name,
+        "class": j.limit.of_class,
+        "verdict": j.verdict,
+        "why": j.why,
+        "value": j.value.value,
+        "unit": j.value.unit,
+        "attained": j.attained,
+        "interval_95": None if j.low is None else [j.low, j.high],
+        "n": j.n,
+    }
+
+
+def _value_document(v: Value) -> dict[str, Any]:
+    return {
+        "value": v.value,
+        "unit": v.unit,
+        "n": v.n,
+        "ess": v.ess,
+        "interval_95": list(v.interval) if v.interval else None,
+        "no_interval": v.refusal,
+        "all_requests": v.all_requests,
+        "not_applicable": dict(v.not_applicable),
+        "labels": list(v.labels),
+        "reason": v.reason,
+    }
+
+
+COLUMNS = ["target", "load", "class", "metric", "value", "unit", "n", "ess", "interval_low", "interval_high"]
+COLUMNS += ["slo", "state", "failures", "doubts", "label", "run"]
+
+
+def csv_text(runs: Sequence[Run], asked: Asked) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for run in runs:
+        writer.writerows(rows(run, or_default(asked, run)))
+    return out.getvalue()
+
+
+def json_text(runs: Sequence[Run], asked: Asked) -> str:
+    made = [document(run, or_default(asked, run)) for run in runs]
+    return json.dumps({"schema": SCHEMA, "runs": made}, allow_nan=False) + "\n"

@@ -1,0 +1,60 @@
+"""A run in Markdown: a table a target, remarks and doubts below."""
+
+from llm_bench import metrics
+from llm_bench.doubts import Doubt
+from llm_bench.metrics import Value
+from llm_bench.results import Asked, Run, sheets
+from llm_bench.words import (
+    SHORT,
+    by_target,
+    legend,
+    number,
+    remarks,
+    shown_outcomes,
+    table_lines,
+    title,
+    verdict_line,
+    warnings,
+)
+
+
+def text(run: Run, asked: Asked) -> str:
+    """A run in Markdown."""
+    names = asked.names
+    lines = [f"## {title(run)}", ""]
+    units = [metrics.parse(name).unit for name in names]
+    heads = [f"{n} ({u})" if u not in ("1", "share") else n for n, u in zip(names, units, strict=True)]
+    for target, mine in by_target(sheets(run, asked)).items():
+        outcomes = shown_outcomes(mine)
+        columns = ["load", *(SHORT.get(o, o) for o in outcomes), *heads]
+        lines += [f"### {_md(target)}", "", *(f"**{_md(line)}**\n" for line in warnings(mine))]
+        lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+        for line in (line for sheet in mine for line in table_lines(sheet)):
+            counts = [str(line.outcomes[o]) for o in outcomes]
+            figures = [number(v.value, v.unit) + _md_small(v) for v in line.values]
+            lines.append(f"| {' | '.join([_md(line.head), *counts, *figures])} |")
+        lines += ["", *(f"{_md(line)}  " for line in legend(run, names, mine, "beside"))]
+        for sheet in mine:
+            lines += ["", f"**{_md(sheet.measured.load)}**", ""]
+            lines += [f"- {_md(line)}" for line in remarks(sheet)]
+            lines += [f"- **{_md(verdict_line(j))}**" for j in sheet.judged]
+            lines += [_md_doubt(d) for d in sheet.doubts] or ["- no doubts"]
+        lines.append("")
+    lines += [_md_doubt(d) for d in run.own_doubts]
+    return "\n".join(lines) + "\n"
+
+
+def _md_doubt(doubt: Doubt) -> str:
+    return f"- **doubt: {doubt.kind}**: {_md(doubt.text)}"
+
+
+def _md(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _md_small(v: Value) -> str:
+    if v.ess is None:
+        return ""
+    every = f", all: {number(v.all_requests, v.unit)}" if v.all_requests not in (None, v.value) else ""
+    bounds = f", {number(v.interval.low, v.unit)} to {number(v.interval.high, v.unit)}" if v.interval else ""
+    return f" (n {v.n}, ESS {v.ess:.0f}{bounds}{every})"

@@ -1,0 +1,94 @@
+"""Options that several commands share, and the range of every number that may be given."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llm_bench.errors import BenchError
+
+TargetsFile = Annotated[Path, typer.Option(help="File of declared targets.")]
+Api = Annotated[str, typer.Option(help="Protocol: a row of the README's table; default: openai-chat.")]
+Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
+KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the targets' API key.")]
+Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
+Ca = Annotated[str, typer.Option(help="PEM file of a private authority for https.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Believe any https certificate; the records say so.")]
+MaxLen = Annotated[int, typer.Option(help="Context limit in tokens; default: what the target says.")]
+Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
+Metrics = Annotated[str, typer.Option(help="Comma-separated names of README's table Metrics, e.g. ttft_p95.")]
+SloText = Annotated[str, typer.Option("--slo", help="Limits, e.g. ttft_p95<800ms,error_rate<1%, or a preset's name.")]
+Deadlines = Annotated[str, typer.Option(help="Of each token, e.g. ttft=800ms,tpot=50ms; default: the limits of --slo.")]
+FailOnSlo = Annotated[
+    bool, typer.Option("--fail-on-slo", help="Exit 1 when a limit is missed, 3 when one is undecided.")
+]
+Format = Annotated[str, typer.Option(help="terminal, md, json or csv.")]
+
+
+_SECONDS = (0, 1_000_000)  # eleven days; some libraries keep time-outs as milliseconds in 31 bits
+# Every option that takes a number -> (least, most). What is outside has no meaning or would not fit where it goes.
+LIMITS: dict[str, tuple[float, float]] = {
+    "concurrency": (1, 100_000),
+    "rate": (1e-6, 1e6),  # requests/s
+    "burstiness": (1e-3, 1e6),
+    "speed": (1e-6, 1e6),
+    "max_in_flight": (1, 1_000_000),
+    "requests": (1, 10_000_000),
+    "duration": (1e-3, 1_000_000),
+    "warmup": (0, 1_000_000),
+    "drain": _SECONDS,
+    "seed": (0, 2**63 - 1),
+    "retries": (0, 100),
+    "block_size": (1, 10_000_000),
+    "skip_bad": (0, 10_000_000),
+    "max_model_len": (0, 100_000_000),
+    "ready_timeout": _SECONDS,
+    "connect_timeout": _SECONDS,
+    "ttft_timeout": _SECONDS,
+    "stall_timeout": _SECONDS,
+    "total_timeout": _SECONDS,
+    "keep_bytes": (0, 1_000_000_000),
+    "workers": (1, 1024),
+    "spin": (0, 1000),
+    "fail_on_error_rate": (0, 1),
+}
+
+
+def check_number(name: str, value: float, limits: Mapping[str, tuple[float, float]] = LIMITS) -> None:
+    least, most = limits[name]
+    if not least <= value <= most:  # nan too is outside
+        raise BenchError(f"--{name.replace('_', '-')} {value}: expected a number from {least:,} to {most:,}")
+
+
+def check_numbers(given: Mapping[str, Any], limits: Mapping[str, tuple[float, float]] = {}) -> None:
+    """Of a command's parameters; `limits`: of those that only this command has. Raises BenchError."""
+    for name, value in given.items():
+        if type(value) in (int, float):
+            check_number(name, value, {**LIMITS, **limits})
+
+
+def numbers(text: str, name: str, kind: Callable[[str], Any]) -> list[Any]:
+    option = f"--{name}"
+    try:
+        values = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise BenchError(f"{option} {text!r}: expected numbers such as 1,8,32") from None
+    if not values:
+        raise BenchError(f"{option} {text!r}: expected a number")
+    for value in values:
+        check_number(name, value)
+    if len(set(values)) < len(values):
+        raise BenchError(f"{option} {text!r}: a load is named twice")
+    return values
+
+
+# Flags that are fields of a target -> the field's name.
+_FIELDS = {name: name for name in ("api", "model", "key_env", "tokenizer", "max_model_len", "insecure")} | {
+    "ca": "cafile"
+}
+
+
+def given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a target that were given as flags."""
+    return {field: params[flag] for flag, field in _FIELDS.items() if params[flag]}

@@ -1,0 +1,128 @@
+"""A run as text for a terminal: tables as wide as it is, remarks and doubts below."""
+
+import io
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from llm_bench import metrics
+from llm_bench.doubts import Doubt
+from llm_bench.metrics import Value
+from llm_bench.objectives import Judged
+from llm_bench.results import Asked, Run, Sheet, sheets
+from llm_bench.words import SHORT, by_target, legend, number, remarks, shown_outcomes, table_lines, title, warnings
+
+WIDTH = 100  # columns where the terminal does not say
+
+
+def text(run: Run, asked: Asked) -> str:
+    """A run for a terminal: as wide as it is, coloured where it is one."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    out, colour = io.StringIO(), sys.stdout.isatty()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    console = Console(file=out, force_terminal=colour, width=width, highlight=False)
+    # A table is as wide as its numbers: one that no terminal so narrow can hold is broken by the terminal, not cut.
+    unbound = Console(file=out, force_terminal=colour, width=10_000, highlight=False)
+    console.print(Text(title(run), "bold"))
+    for target, mine in by_target(sheets(run, asked)).items():
+        console.print(Text(target, "bold"))
+        for line in warnings(mine):
+            console.print(Text(line, "bold yellow"))
+        for table in _tables(asked.names, mine, width):
+            unbound.print(table)
+        for line in legend(run, asked.names, mine, "below"):
+            console.print(Text(line, "dim"))
+        for sheet in mine:
+            console.print(Text(f"\n{sheet.measured.load}", "bold"))
+            for line in remarks(sheet):
+                console.print(Padding(Text(line), (0, 0, 0, 2)))
+            for judged in sheet.judged:
+                console.print(Padding(_verdict_text(judged), (0, 0, 0, 2)))
+            for doubt in sheet.doubts:
+                console.print(Padding(_doubt_text(doubt), (0, 0, 0, 2)))
+            if not sheet.doubts:
+                console.print(Text("  no doubts", "dim"))
+        console.print()
+    for doubt in run.own_doubts:
+        console.print(_doubt_text(doubt))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _doubt_text(doubt: Doubt) -> Any:
+    from rich.text import Text
+
+    return Text.assemble(("doubt: ", "bold yellow"), f"{doubt.kind}: {doubt.text}")
+
+
+VERDICT_STYLES = {"MET": "bold green", "MISSED": "bold red", "UNDECIDED": "bold yellow"}
+
+
+def _verdict_text(judged: Judged) -> Any:
+    from rich.text import Text
+
+    said = f"SLO {judged.limit.text}: "
+    return Text.assemble(said, (judged.verdict, VERDICT_STYLES[judged.verdict]), f": {judged.why}")
+
+
+def _tables(names: Sequence[str], mine: Sequence[Sheet], width: int) -> Iterator[Any]:
+    """As few tables as `width` allows, of about as many metrics each, every one with its load and its counts."""
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = [line for s in mine for line in table_lines(s)]
+    fixed = [[Text("load"), *(Text(line.head) for line in lines)]]
+    for outcome in shown_outcomes(mine):
+        style = "red" if outcome == "failed" else ""
+        counts = (Text(str(line.outcomes[outcome]), style if line.outcomes[outcome] else "") for line in lines)
+        fixed.append([Text(SHORT.get(outcome, outcome)), *counts])
+    figures = [[_heading(name), *(_figure_text(line.values[at]) for line in lines)] for at, name in enumerate(names)]
+
+    def wide(columns: Iterable[Sequence[Text]]) -> int:
+        """Each column has a space on either side and a line before it; the last has a line behind it too."""
+        return 1 + sum(3 + max(cell_len(line) for text in c for line in text.plain.split("\n")) for c in columns)
+
+    for tables in range(1, len(figures) + 1):
+        each = -(-len(figures) // tables)
+        parts = [figures[at : at + each] for at in range(0, len(figures), each)]
+        if all(wide([*fixed, *part]) <= width for part in parts):
+            break
+    for part in parts:
+        table = Table()
+        for number_, column in enumerate([*fixed, *part]):
+            table.add_column(column[0], justify="right" if number_ else "left", no_wrap=True)
+        for row in zip(*(column[1:] for column in [*fixed, *part]), strict=True):
+            table.add_row(*row)
+        yield table
+
+
+def _heading(name: str) -> Any:
+    """A metric's name over its column: `ttft`, `p95`, `ms` on lines of their own; long names break at underscores."""
+    from rich.text import Text
+
+    metric = metrics.parse(name)
+    words = metric.of.split("_")
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) < 12:
+            lines[-1] += f"_{word}"
+        else:
+            lines.append(f"_{word}")
+    if metric.reducer:
+        lines.append(metric.reducer)
+    return Text.assemble("\n".join(lines), ("" if metric.unit in ("1", "share") else f"\n{metric.unit}", "dim"))
+
+
+def _figure_text(v: Value) -> Any:
+    from rich.text import Text
+
+    small = [f"{v.n}, {v.ess:.0f}"] if v.ess is not None else []
+    if v.interval:
+        small.append(f"{number(v.interval.low, v.unit)}–{number(v.interval.high, v.unit)}")
+    if v.all_requests is not None and v.all_requests != v.value:
+        small.append(f"all: {number(v.all_requests, v.unit)}")
+    return Text.assemble(number(v.value, v.unit), *((f"\n{line}", "dim") for line in small))

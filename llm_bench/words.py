@@ -1,0 +1,157 @@
+"""What every format of a report says: the figures by default, a window's edges, remarks, numbers in words."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from llm_bench import outcomes, stats
+from llm_bench.metrics import Value
+from llm_bench.objectives import Judged
+from llm_bench.records import OUTCOMES
+from llm_bench.results import Asked, Measured, Run, Sheet
+
+_OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
+DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
+RETRIED = "first_attempt_success"  # by default too, where retries hide it
+DEFAULT_UNSTREAMED = ("e2e_p50", "e2e_p95", "e2e_p99", *_OF_A_CELL)  # whole answers have no TTFT and no TPOT
+UNLISTED = "run.json does not list this cell: of another run, or copied here"
+LIMITED = "client-limited: upper bounds of latency, lower bounds of throughput"
+RECONNECTED_SHARE = 0.1  # above it the target closes what a client would have kept open
+DROPS_SHARE, DROPS_ALIKE = 0.5, "a server that drops requests within 50 ms would look the same"
+SHORT = {"cut_at_end": "cut"}  # outcomes as column heads
+
+
+def streamed(run: Run) -> bool:
+    return any((m.cell.header.get("settings") or {}).get("stream", True) for m in run.cells)
+
+
+def or_default(asked: Asked, run: Run) -> Asked:
+    """With each run's own metrics where none are named: those that the SLO limits among them."""
+    if asked.names:
+        return asked
+    tried_again = any(outcomes.retried(m.cell).any() for m in run.cells)
+    names = (DEFAULT_METRICS if streamed(run) else DEFAULT_UNSTREAMED) + ((RETRIED,) if tried_again else ())
+    limited = tuple(limit.metric.name for limit in asked.slo.limits)
+    met = ("slo_attainment", "goodput") if any(limit.bound for limit in asked.slo.limits) else ()
+    return asked._replace(names=tuple(dict.fromkeys([*names, *limited, *met])))
+
+
+def edges(m: Measured) -> str:
+    """The window in seconds since the first due time, and the rule that set it."""
+    if not m.cell.n:
+        return "no request was recorded"
+    w, zero = m.window, int(m.cell["due_ns"][0])
+    return (
+        f"window {(w.start_ns - zero) / 1e9:.3f} s to {(w.end_ns - zero) / 1e9:.3f} s ({w.seconds:.3f} s), "
+        f"{w.requests} requests due in it, {w.warmup} before it; {w.rule}"
+    )
+
+
+def number(value: float | str | None, unit: str) -> str:
+    """Four digits or so: as many as a measurement carries."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    if unit == "share":
+        return f"{value:.2%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+def remarks(sheet: Sheet) -> list[str]:
+    """What stands below a table, for one cell: rule and edges, what is missing and why, labels, failures.
+
+    What a doubt says is not said here too: the window's state, and that a percentile is of too few.
+    """
+    lines = [] if sheet.measured.listed else [UNLISTED]
+    lines += [edges(sheet.measured), *([sheet.little.text] if sheet.little.rate else [])]
+    said: dict[str, list[str]] = {}  # what holds for several figures is said once
+    for v in sheet.values:
+        if v.reason:
+            said.setdefault(f"– because {v.reason}", []).append(v.name)
+        elif v.not_applicable:
+            said.setdefault(f"left out of it {_counted(v.not_applicable)}", []).append(v.name)
+        for label in v.labels:
+            if not (v.few and "≈ max" in label):
+                said.setdefault(label, []).append(v.name)
+        if v.refusal and not v.few:
+            few = v.ess is not None and v.ess < stats.LEAST_ESS
+            text = f"ESS under {stats.LEAST_ESS:.0f}" if few else v.refusal
+            said.setdefault(f"no interval, {text}", []).append(v.name)
+    lines += [f"{', '.join(names)}: {text}" for text, names in said.items()]
+    whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]
+    if whole:
+        wave = sheet.measured.window.first_wave
+        lines.append(f"whole run, first wave of {wave} and drain included: {', '.join(whole)}")
+    if sheet.attempts:
+        lines.append(sheet.attempts.text)
+    anew, tried = sheet.reconnected
+    if anew > RECONNECTED_SHARE * tried:
+        alike = f"; {DROPS_ALIKE}" if anew > DROPS_SHARE * tried else ""
+        lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew{alike}")
+    lines += [f"failed: {failure.text}, first: {failure.first_error}" for failure in sheet.failures]
+    return lines
+
+
+class Line(NamedTuple):
+    """A line of a target's table: a cell, or one class of its requests."""
+
+    head: str
+    of_class: str
+    outcomes: Mapping[str, int]
+    values: Sequence[Value]
+
+
+def table_lines(sheet: Sheet) -> list[Line]:
+    """The cell, and under it each class, where its requests are of several."""
+    whole = Line(sheet.measured.load, "", sheet.outcomes, sheet.values)
+    return [
+        whole,
+        *(Line(f"  {name or 'no class'}", name, of.outcomes, of.values) for name, of in sheet.by_class.items()),
+    ]
+
+
+def legend(run: Run, names: Sequence[str], mine: Sequence[Sheet], where: str) -> list[str]:
+    """What the columns of a target's tables hold, where it is not plain."""
+    heads = ", ".join(SHORT.get(o, o) for o in shown_outcomes(mine))
+    per_second = "; requests_per_second counts the ok ones that ended in it" if "requests_per_second" in names else ""
+    lines = [f"{heads}: requests due in the window{per_second}"]
+    if any(v.ess is not None for s in mine for v in s.values):
+        lines.append(f"{where} a percentile: n, ESS (effective sample size), 95% interval, all: with failures on top")
+    if not streamed(run):
+        lines.append("nothing was streamed: no TTFT and no TPOT; e2e runs to the end of the answer")
+    return lines
+
+
+def warnings(mine: Sequence[Sheet]) -> list[str]:
+    """What stands above a target's figures."""
+    return [f"{s.measured.load}: {LIMITED}" for s in mine if s.client_limited]
+
+
+def shown_outcomes(mine: Iterable[Sheet]) -> list[str]:
+    """Those that need a column: ok, and what else occurred."""
+    mine = list(mine)
+    return [o for o in OUTCOMES if o == "ok" or any(s.outcomes[o] for s in mine)]
+
+
+def by_target(of_run: Sequence[Sheet]) -> dict[str, list[Sheet]]:
+    found: dict[str, list[Sheet]] = {}
+    for sheet in of_run:
+        found.setdefault(sheet.measured.target, []).append(sheet)
+    return found
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
+
+
+def title(run: Run) -> str:
+    facts, host = run.facts, run.facts.get("host") or {}
+    trace = (facts.get("trace") or {}).get("path", "")
+    parts = [f"llm-bench {facts['version']}" if "version" in facts else "", f"trace {trace}" if trace else ""]
+    parts += [f"{host['cpu']}, {host.get('cores')} cores" if host.get("cpu") else ""]
+    return "  ·  ".join([f"run {run.path.name}", *filter(None, parts)])
+
+
+def verdict_line(judged: Judged) -> str:
+    """A limit's verdict with its evidence, one line."""
+    return f"SLO {judged.limit.text}: {judged.verdict}: {judged.why}"

@@ -1,0 +1,247 @@
+"""The SLO grammar refuses what could be meant in two ways; a verdict is given only where the data carry it."""
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_bench import objectives, windows
+from llm_bench.columns import Cell
+from llm_bench.errors import BenchError
+from llm_bench.objectives import PRESETS, Slo, judge, parse
+from llm_bench.series import Bound
+from llm_bench.slo import attainment
+from llm_bench.windows import Window
+from tests.sample import cell, ns, record
+
+ALL = Window(ns(0), ns(1e6), 0, 0, "")
+
+
+def spread(n: int, slow: int, *, failed: int = 0, cut: int = 0, slow_ms: float = 900, name: str = "") -> Cell:
+    """n requests a second apart: `slow` of them, evenly among the others, take 900 ms to a first token; others 100."""
+    rows = []
+    for i in range(n):
+        late = (i * slow) // n != ((i + 1) * slow) // n
+        rows.append(record(i, 1000 * i, events=[1000 * i + (slow_ms if late else 100)], request_class=name))
+    rows += [record(n + i, 1000 * n / failed * i, end=1e6, outcome="failed") for i in range(failed)]
+    rows += [record(n + failed + i, 600, end=650, outcome="cut_at_end") for i in range(cut)]
+    return cell(rows)
+
+
+def verdicts(c: Cell, text: str, window: Window = ALL, **more: bool) -> list[str]:
+    return [j.verdict for j in judge(c, window, parse(text), **more)]
+
+
+# ---- the grammar
+
+
+@pytest.mark.parametrize(("text", "bound"), [
+    ("ttft_p95<800ms", Bound("ttft", "<", 800.0)),
+    ("ttft_p95<=0.8s", Bound("ttft", "<=", 800.0)),
+    (" tpot_p99 <= 50 ms ", None),
+    ("tpot_p99<=50000us", Bound("tpot", "<=", 50.0)),
+    ("output_speed_p90>=20tokens/s", Bound("output_speed", ">=", 20.0)),
+    ("fluidity_p90>=90%", Bound("fluidity", ">=", 0.9)),
+])  # fmt: skip
+def test_a_limit_is_a_metric_a_direction_and_a_value_with_its_unit(text, bound):
+    if bound is None:
+        with pytest.raises(BenchError):
+            parse(text)
+        return
+    (limit,) = parse(text).limits
+    assert limit.bound == bound
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("ttft_p95<0.8", "a number without its unit, expected 800ms or 0.8s"),
+    ("ttft_p95<800", "a number without its unit"),
+    ("ttft_p95<800tokens/s", "the unit 'tokens/s', expected 800ms"),
+    ("error_rate<1", "a number without its unit, expected 800%"),
+    ("error_rate<101%", "more than it can be"),
+    ("tokens_per_second>1000ms", "the unit 'ms'"),
+    ("ttft_p95>800ms", "lower is better, expected < or <="),
+    ("tokens_per_second<1000", "higher is better, expected > or >="),
+    ("ttft_p95=800ms", "expected [class:]metric<value"),
+    ("ttft_p95", "expected [class:]metric<value"),
+    ("ttft<800ms", "a series needs a reducer: ttft_p95"),
+    ("tftf_p95<800ms", "nearest: ttft_p95"),
+    ("ttft_std<8ms", "a spread has no limit"),
+    ("ttft_p95<nanms", "is no number"),
+    ("ttft_p95<-3ms", "is no number"),
+    ("ttft_p95<1e999s", "more than it can be"),
+    ("ttft_p95<800ms,ttft_p95<900ms", "ttft_p95 has two limits"),
+    ("ttft_p95<800ms<3", "expected [class:]metric<value"),
+])  # fmt: skip
+def test_what_could_be_meant_in_two_ways_or_none_is_refused_in_words(text, said):
+    with pytest.raises(BenchError) as refused:
+        parse(text)
+    assert said in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+@given(st.text(max_size=40) | st.from_regex(r"[a-z0-9_]{1,9}[<>=]{1,2}[0-9a-z%./]{1,9}", fullmatch=True))
+@settings(max_examples=300)
+def test_no_text_is_a_traceback(text):
+    for arguments in ((text,), ("", text)):
+        with suppress(BenchError):
+            assert isinstance(parse(*arguments), Slo)
+
+
+def test_deadlines_are_given_or_follow_from_limits_on_ttft_and_tpot():
+    assert parse("", "ttft=0.8s,tpot=50ms").deadlines == (800.0, 50.0)
+    assert parse("ttft_p95<800ms,ttft_p50<300ms,tpot_p95<50ms").deadlines == (300.0, 50.0)
+    assert parse("ttft_p95<800ms").deadlines is None
+    for text in ("ttft=1s", "ttft=1s,tpot=0ms", "ttft=1s,tpot=5", "ttft=1s,ttft=2s", "tpot"):
+        with pytest.raises(BenchError, match="--deadlines"):
+            parse("", text)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_two_limits(name):
+    found = parse(name)
+    assert [(limit.metric.name, limit.op) for limit in found.limits] == [("ttft_p99", "<="), ("tpot_p99", "<=")]
+    assert found.deadlines is not None
+
+
+def test_presets_are_those_of_mlperf():
+    assert [x.value for x in parse("mlperf-llama2-70b").limits] == [2000, 200]
+    assert [x.value for x in parse("mlperf-deepseek-r1-interactive").limits] == [1500, 15]
+
+
+# ---- verdicts
+
+
+def test_met_missed_or_undecided_by_the_interval_and_not_by_the_share():
+    assert verdicts(spread(2000, 20), "ttft_p95<800ms") == ["MET"]  # 99%
+    assert verdicts(spread(2000, 200), "ttft_p95<800ms") == ["MISSED"]  # 90%
+    assert verdicts(spread(50, 3), "ttft_p95<800ms") == ["UNDECIDED"]  # 47 of 50: Wilson 84% to 98%
+    assert verdicts(spread(50, 0), "ttft_p95<800ms") == ["UNDECIDED"]  # 50 of 50: not under 92.9%
+    assert verdicts(spread(50, 20), "ttft_p95<800ms") == ["MISSED"]
+
+
+def test_an_undecided_limit_says_how_many_requests_would_decide_it():
+    (found,) = judge(spread(50, 0), ALL, parse("ttft_p95<800ms"))
+    assert found.why == (
+        "50 of 50 met ttft<800ms: 100.00%, 95% interval 92.87% to 100.00% (ESS 50), 95% asked; "
+        "about 100 requests would decide it"
+    )
+
+
+def test_failures_miss_every_limit_and_the_limit_itself_is_as_typed():
+    c = spread(1000, 0, failed=100)
+    assert verdicts(c, "ttft_p95<800ms") == ["MISSED"]
+    assert verdicts(spread(1000, 0), "ttft_p95<100ms") == ["MISSED"]
+    assert verdicts(spread(1000, 0), "ttft_p95<=100ms") == ["MET"]
+
+
+def test_cut_requests_are_met_for_the_upper_bound_and_missed_for_the_lower():
+    (found,) = judge(spread(1000, 0, cut=100), ALL, parse("ttft_p95<800ms"))
+    assert found.verdict == "UNDECIDED"
+    assert "100 cut ones are undecided" in found.why
+    assert found.attained == 1.0
+    assert found.low < 0.95 < found.high
+
+
+def test_a_limit_on_what_burst_delivery_hid_is_neither_met_nor_missed():
+    c = cell([record(i, 10 * i, events=[10 * i + 5] * 3) for i in range(500)])
+    (found,) = judge(c, ALL, parse("tpot_p95<50ms"))
+    assert (found.verdict, found.attained) == ("UNDECIDED", 0.0)
+    assert "of 500 it is hidden" in found.why
+    assert attainment(c, ALL, [Bound("tpot", "<", 50.0)]).hidden == 500
+    assert attainment(c, ALL, [Bound("tpot", "<", 50.0), Bound("ttft", "<", 1.0)]).hidden == 0  # missed all the same
+
+
+def test_a_limit_that_does_not_apply_is_met():
+    assert verdicts(spread(1000, 0), "tpot_p95<1ms") == ["MET"]  # answers of one token
+
+
+@pytest.mark.parametrize(("text", "failed", "verdict"), [
+    ("error_rate<1%", 0, "MET"), ("error_rate<1%", 11, "UNDECIDED"), ("error_rate<1%", 60, "MISSED"),
+    ("drop_rate<1%", 0, "MET"),
+])  # fmt: skip
+def test_a_share_of_requests_has_a_wilson_interval(text, failed, verdict):
+    rows = [record(i, i, events=[i + 5.0]) for i in range(1000)]
+    rows = [record(i, i, end=i + 1, outcome="failed") if i % 17 == 3 and i < 17 * failed else r
+            for i, r in enumerate(rows)]  # fmt: skip
+    assert verdicts(cell(rows), text, Window(ns(0), ns(1000), 0, 0, "")) == [verdict]
+
+
+def test_a_figure_of_the_cell_is_judged_by_the_spread_of_its_tenths():
+    c = cell([record(i, 10 * i, events=[10 * i + 5.0]) for i in range(1000)])
+    w = Window(ns(0), ns(10_000), 0, 0, "")
+    assert verdicts(c, "tokens_per_second>=99", w) == ["MET"]
+    assert verdicts(c, "tokens_per_second>=101", w) == ["MISSED"]
+    uneven = cell([record(i, 10 * i, events=[10 * i + 5.0] * (1 + 5 * (i < 500))) for i in range(1000)])
+    (found,) = judge(uneven, w, parse("tokens_per_second>=300"))
+    assert found.verdict == "UNDECIDED"
+    parts = np.repeat([600.0, 100.0], 5)
+    half = 2.262 * parts.std(ddof=1) / np.sqrt(10)
+    assert (found.low, found.high) == pytest.approx((350 - half, 350 + half))
+
+
+def test_a_mean_is_judged_by_tenths_and_a_maximum_by_what_was_measured():
+    c = spread(1000, 0)
+    assert verdicts(c, "ttft_mean<101ms") == ["MET"]
+    assert verdicts(c, "ttft_max<100ms") == ["MISSED"]
+    (found,) = judge(c, ALL, parse("ttft_max<=100ms"))
+    assert (found.verdict, found.why) == ("MET", "100 ms, of the 1,000 requests measured")
+    few = Window(ns(0), ns(1e9), 0, 0, "")
+    (found,) = judge(c, few, parse("ttft_mean<101ms"))
+    assert (found.verdict, found.why.partition(":")[2]) == (
+        "UNDECIDED", " a tenth of the window has no such figure, so that its spread is not known"
+    )  # fmt: skip
+
+
+def test_a_class_has_limits_of_its_own():
+    rows = [record(i, i, events=[i + (50.0 if i % 2 else 500.0)], request_class="ab"[i % 2]) for i in range(2000)]
+    assert verdicts(cell(rows), "a:ttft_p95<100ms,b:ttft_p95<100ms,ttft_p95<100ms") == ["MISSED", "MET", "MISSED"]
+    (found,) = judge(cell(rows), ALL, parse("c:ttft_p95<100ms"))
+    assert (found.verdict, found.n) == ("UNDECIDED", 0)
+
+
+@pytest.mark.parametrize(("window", "met", "missed", "said"), [
+    (Window(ns(0), ns(1e6), 0, 0, "", state=windows.GROWING, growth=4.0), "UNDECIDED", "MISSED", "grows by 4/s"),
+    (Window(ns(0), ns(1e6), 0, 0, "", state=windows.TOO_SHORT), "UNDECIDED", "UNDECIDED", "the window is too short"),
+    (Window(ns(0), ns(1e6), 0, 0, "", opened=False), "UNDECIDED", "UNDECIDED", "the window never opened"),
+])  # fmt: skip
+def test_a_cell_that_is_not_steady_meets_nothing(window, met, missed, said):
+    (good,) = judge(spread(2000, 0), window, parse("ttft_p95<800ms"))
+    (bad,) = judge(spread(2000, 400), window, parse("ttft_p95<800ms"))
+    assert (good.verdict, bad.verdict) == (met, missed)
+    assert said in good.why
+
+
+def test_where_the_client_was_the_limit_nothing_is_called_missed():
+    assert verdicts(spread(2000, 400), "ttft_p95<800ms", client_limited=True) == ["UNDECIDED"]
+    assert verdicts(spread(2000, 0), "ttft_p95<800ms", client_limited=True) == ["MET"]
+
+
+def test_case_goodput_per_limit_and_in_all():
+    """Eight requests, TTFT <= 200 ms and TPOT <= 30 ms, one of them cut: 3 of 7."""
+    figures = [(150, 20), (200, 30), (250, 10), (100, None), (90, 31)]
+    rows = [record(i, events=[t] if p is None else [t, t + p]) for i, (t, p) in enumerate(figures)]
+    rows += [record(5, end=10, outcome="failed"), record(6, end=9000, outcome="failed")]
+    rows += [record(7, events=[50], end=180, outcome="cut_at_end")]
+    agreed = parse("ttft_p95<=200ms,tpot_p95<=30ms")
+    found = judge(cell(rows), Window(ns(0), ns(10_000), 0, 0, ""), agreed)
+    assert [(round(j.attained * j.n), j.n) for j in found] == [(4, 7), (4, 7)]  # one token: TPOT is met
+    got = attainment(cell(rows), Window(ns(0), ns(10_000), 0, 0, ""), agreed.context().limits)
+    assert (got.met, got.decided, got.undecided) == (3, 7, 1)
+    assert list(got.each.values()) == [(4, 7), (3, 6)]
+
+
+@given(st.lists(st.sampled_from("ab "), min_size=1, max_size=30), st.randoms(use_true_random=False))
+def test_a_class_alone_is_the_cell_of_its_rows_alone(names, random):
+    rows = [record(i, i, events=[i + 1.0 + random.random() for _ in range(random.randint(0, 3))],
+                   request_class=name.strip()) for i, name in enumerate(names)]  # fmt: skip
+    for row in rows:
+        row.event_ns.sort()
+    for name in {name.strip() for name in names}:
+        mine, alone = objectives.of_class(cell(rows), name), cell([r for r in rows if r.request_class == name])
+        assert mine["index"].tolist() == alone["index"].tolist()
+        assert mine.event_ns.tolist() == alone.event_ns.tolist()
+        assert mine.counts.tolist() == alone.counts.tolist()
+        assert (mine.first_ns.tolist(), mine.last_ns.tolist()) == (alone.first_ns.tolist(), alone.last_ns.tolist())
+        assert mine.labelled("x").tolist() == alone.labelled("x").tolist()
