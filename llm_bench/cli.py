@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from llm_bench import __version__, terminal
+from llm_bench import __version__, cli_trace, terminal
 from llm_bench.cli_run import run, slo_code
 from llm_bench.errors import BenchError
 from llm_bench.options import (
@@ -52,6 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(cli_trace.app, name="trace")
 targets_app = typer.Typer(help="List the targets that are declared, or look at them.", invoke_without_command=True)
 app.add_typer(targets_app, name="targets")
 

@@ -10,20 +10,29 @@ from llm_bench import terminal
 from llm_bench.errors import BenchError
 from llm_bench.options import (
     Api,
+    BlockSize,
     Ca,
     Deadlines,
+    Dejitter,
     FailOnSlo,
     Format,
     Insecure,
     KeyEnv,
+    Map,
     MaxLen,
     Metrics,
     Model,
     Ready,
+    SkipBad,
     SloText,
     TargetsFile,
     Tokenizer,
+    TraceFormat,
+    Turns,
+    Unit,
     check_numbers,
+    check_word,
+    columns,
     given,
     numbers,
 )
@@ -67,6 +76,13 @@ def run(
         int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="First rows of the trace, at most N, in whole conversations.")
+    ] = None,
+    from_s: Annotated[
+        float | None, typer.Option("--from", help="Seconds of the trace: conversations that begin from here on.")
+    ] = None,
+    to_s: Annotated[float | None, typer.Option("--to", help="And before this.")] = None,
     duration: Annotated[
         float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")
     ] = None,
@@ -83,18 +99,35 @@ def run(
     retries: Annotated[
         int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")
     ] = 0,
-    too_long: Annotated[str, typer.Option(help="Requests over the context limit: refuse, skip or clip.")] = "refuse",
+    too_long: Annotated[
+        str, typer.Option(help="Requests over the context limit: refuse, skip, clip or scale.")
+    ] = "refuse",
+    scale_lengths: Annotated[
+        str, typer.Option(help="Multiply all lengths of the trace, e.g. 0.5 or 1/32; sharing stays.")
+    ] = "",
+    history: Annotated[
+        str, typer.Option(help="Answers in later turns: live, the server's own; recorded, made up at their lengths.")
+    ] = "live",
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Make prompts of token ids (openai-completions, needs --tokenizer).")
+    ] = False,
+    keep_model: Annotated[
+        bool, typer.Option("--keep-model", help="Ask for the model that a row names; default: the target's.")
+    ] = False,
+    alone_too: Annotated[
+        bool, typer.Option("--alone-too", help="Beside a mix, each of its classes alone: same rows, same times.")
+    ] = False,
     reuse_prompts: Annotated[
         bool, typer.Option("--reuse-prompts", help="The same prompts in every cell and run.")
     ] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")] = False,
-    trace_format: Annotated[
-        str | None, typer.Option("--format-of-trace", help="Override the format that is found.")
-    ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")
-    ] = None,
-    skip_bad: Annotated[int, typer.Option(help="Tolerate up to N bad rows; they are counted.")] = 0,
+    trace_format: TraceFormat = None,
+    block_size: BlockSize = None,
+    unit: Unit = None,
+    turns: Turns = None,
+    mapping: Map = "",
+    dejitter: Dejitter = "auto",
+    skip_bad: SkipBad = 0,
     api: Api = "",
     model: Model = "",
     key_env: KeyEnv = "",
@@ -137,14 +170,14 @@ def run(
     Without --concurrency, --rate or --replay the trace is replayed at its own times. Several loads, or several targets,
     are measured one after the other. Metrics are listed in the README, under "Metrics".
     """
-    from llm_bench import objectives, report, results
+    from llm_bench import objectives, report, results, selection
     from llm_bench import run as runs
     from llm_bench import targets as known
-    from llm_bench.cell import Options
+    from llm_bench.cell import HISTORIES, Options
     from llm_bench.exchange import Timeouts
 
-    if too_long not in ("refuse", "skip", "clip"):
-        raise BenchError(f"--too-long {too_long!r}: expected refuse, skip or clip")
+    check_word("too-long", too_long, selection.TOO_LONG)
+    check_word("history", history, HISTORIES)
     check_numbers(context.params)
     loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
     asked = results.Asked(report.parse_metrics(metrics), objectives.parse(slo, deadlines))
@@ -161,6 +194,14 @@ def run(
         format=trace_format,
         block_size=block_size,
         skip_bad=skip_bad,
+        unit=unit,
+        turns=turns,
+        map=columns(mapping),
+        from_s=from_s,
+        to_s=to_s,
+        limit=limit,
+        dejitter=dejitter,
+        alone_too=alone_too,
         workers=crew,
         resume=resume,
     )
@@ -174,6 +215,10 @@ def run(
         seed=seed,
         retries=retries,
         too_long=too_long,
+        scale_lengths=scale_lengths,
+        history=history,
+        token_ids=token_ids,
+        keep_model=keep_model,
         reuse_prompts=reuse_prompts,
         stream=not no_stream,
         keep_bytes=keep_bytes,

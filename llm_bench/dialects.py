@@ -10,20 +10,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from llm_bench.errors import BenchError
+from llm_bench.bodies import Ask, JsonObject, encode_chat, encode_completions
 from llm_bench.request import Request
-
-JsonObject = dict[str, Any]  # what a peer sent: every value is checked before it is used
-
-
-class Ask(NamedTuple):
-    """What is sent with every request of a cell, decided by the target's probe and the user."""
-
-    model: str
-    stream: bool = True
-    include_usage: bool = True  # stream_options.include_usage, where the target takes it
-    pin_lengths: bool = True  # ignore_eos + min_tokens, where the target takes them
-    extra: Mapping[str, Any] = {}  # put into every body
 
 
 class Usage(NamedTuple):
@@ -67,42 +55,6 @@ class Dialect(NamedTuple):
 
 
 # OpenAI (https://platform.openai.com/docs/api-reference) as vLLM, llama.cpp, Ray Serve, SGLang and TGI speak it.
-
-
-def _encode_chat(request: Request, ask: Ask) -> bytes:
-    if request.messages is not None:
-        messages = [dict(m) for m in request.messages]
-    elif request.prompt is not None:
-        messages = [{"role": "user", "content": request.prompt}]
-    else:
-        raise BenchError(f"line {request.line}: a chat needs messages or a prompt; token ids go to openai-completions")
-    return _body({"messages": messages}, request, ask)
-
-
-def _encode_completions(request: Request, ask: Ask) -> bytes:
-    if request.prompt_token_ids is not None:
-        return _body({"prompt": request.prompt_token_ids}, request, ask)
-    if request.prompt is None:
-        raise BenchError(f"line {request.line}: completions take a prompt or token ids; messages go to openai-chat")
-    return _body({"prompt": request.prompt}, request, ask)
-
-
-def _body(what: JsonObject, request: Request, ask: Ask) -> bytes:
-    """What the trace asks for in `extra` wins over what the user asks for every request, and that over ours."""
-    # A trace's model is the one that its traffic once met ("GPT-4"); the target serves its own.
-    body: JsonObject = {"model": ask.model or request.model, **what, "stream": ask.stream, "temperature": 0}
-    if ask.stream and ask.include_usage:
-        body["stream_options"] = {"include_usage": True}
-    if request.tokens_out is not None:
-        body["max_tokens"] = request.tokens_out
-        if ask.pin_lengths:
-            body |= {"ignore_eos": True, "min_tokens": request.tokens_out}
-    if request.priority:
-        body["priority"] = request.priority
-    try:
-        return orjson.dumps({**body, **ask.extra, **request.extra})
-    except orjson.JSONEncodeError as e:
-        raise BenchError(f"line {request.line}: this request cannot be written as JSON: {e}") from None
 
 
 _BROKEN = ("error", "abort")  # finish reasons of vLLM and SGLang for an answer that the server gave up
@@ -383,8 +335,8 @@ def _openai(
 
 # name -> how it is spoken. A target's base URL ends in /v1 for the OpenAI rows.
 DIALECTS: dict[str, Dialect] = {
-    "openai-chat": _openai("/chat/completions", _encode_chat, _chat_choice, _chat_text, b'"content"'),
+    "openai-chat": _openai("/chat/completions", encode_chat, _chat_choice, _chat_text, b'"content"'),
     "openai-completions": _openai(
-        "/completions", _encode_completions, _completions_choice, _completions_text, b'"text"'
+        "/completions", encode_completions, _completions_choice, _completions_text, b'"text"'
     ),
 }

@@ -1,6 +1,6 @@
 """Options that several commands share, and the range of every number that may be given."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,15 @@ Deadlines = Annotated[str, typer.Option(help="Of each token, e.g. ttft=800ms,tpo
 FailOnSlo = Annotated[
     bool, typer.Option("--fail-on-slo", help="Exit 1 when a limit is missed, 3 when one is undecided.")
 ]
+TraceFormat = Annotated[str | None, typer.Option("--format-of-trace", help="Override the format that is found.")]
+Unit = Annotated[str | None, typer.Option(help="Of its times: s, ms, us, ns or date-time, instead of the format's.")]
+Turns = Annotated[str | None, typer.Option(help="A turn's length: cumulative (whole prompt) or new (what is added).")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")]
+SkipBad = Annotated[int, typer.Option(help="Tolerate up to N bad rows; they are counted.")]
+Map = Annotated[str, typer.Option("--map", help="Columns of a plain table: at=ts,in=prompt_tokens,out=gen_tokens.")]
+Dejitter = Annotated[
+    str, typer.Option(help="Times on ticks are spread inside each: auto, even, off, or the tick's seconds.")
+]
 Format = Annotated[str, typer.Option(help="terminal, md, json or csv.")]
 
 
@@ -35,6 +44,9 @@ LIMITS: dict[str, tuple[float, float]] = {
     "speed": (1e-6, 1e6),
     "max_in_flight": (1, 1_000_000),
     "requests": (1, 10_000_000),
+    "limit": (1, 10_000_000),
+    "from_s": (0, 1e9),
+    "to_s": (1e-9, 1e9),
     "duration": (1e-3, 1_000_000),
     "warmup": (0, 1_000_000),
     "drain": _SECONDS,
@@ -55,10 +67,14 @@ LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
+_NAMES = {"from_s": "from", "to_s": "to"}  # of options whose own name is a word of Python's
+
+
 def check_number(name: str, value: float, limits: Mapping[str, tuple[float, float]] = LIMITS) -> None:
     least, most = limits[name]
     if not least <= value <= most:  # nan too is outside
-        raise BenchError(f"--{name.replace('_', '-')} {value}: expected a number from {least:,} to {most:,}")
+        option = _NAMES.get(name, name).replace("_", "-")
+        raise BenchError(f"--{option} {value}: expected a number from {least:,} to {most:,}")
 
 
 def check_numbers(given: Mapping[str, Any], limits: Mapping[str, tuple[float, float]] = {}) -> None:
@@ -92,3 +108,22 @@ _FIELDS = {name: name for name in ("api", "model", "key_env", "tokenizer", "max_
 def given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a target that were given as flags."""
     return {field: params[flag] for flag, field in _FIELDS.items() if params[flag]}
+
+
+def columns(text: str) -> Mapping[str, str] | None:
+    """`at=ts,in=prompt_tokens` -> {"at": "ts", ...}. Raises BenchError; which names there are is the reader's word."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    for name, sign, column in pairs:
+        if not (name.strip() and sign and column.strip()):
+            raise BenchError(
+                f"--map {text!r}: expected name=column pairs such as at=ts,in=prompt_tokens,out=gen_tokens"
+            )
+    found = {name.strip(): column.strip() for name, _, column in pairs}
+    if len(found) < len(pairs):
+        raise BenchError(f"--map {text!r}: a name is given twice")
+    return found or None
+
+
+def check_word(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise BenchError(f"--{option} {value!r}: expected {', '.join(known[:-1])} or {known[-1]}")

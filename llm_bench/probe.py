@@ -12,7 +12,8 @@ import httpx
 import orjson
 
 from llm_bench import answer, clock, targets
-from llm_bench.dialects import DIALECTS, Ask
+from llm_bench.bodies import Ask, asked, whole
+from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
 from llm_bench.exchange import (
     CLOSED,
@@ -40,14 +41,6 @@ SETTLE_S = 10.0  # for a target to let go of what we have cut
 _DEFAULT = Timeouts()
 # Two texts without a common block: the second probe must not be answered from the first one's cache.
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
-
-
-class Asked(NamedTuple):
-    """What a request's final body asks of its answer's length."""
-
-    out: int | None  # tokens of each choice at most; None: left to the server
-    pinned: bool  # fewer are not allowed either: ignore_eos and min_tokens, and nothing to stop at
-    choices: int
 
 
 class Probe(NamedTuple):
@@ -78,21 +71,6 @@ class Probe(NamedTuple):
     @property
     def sizer(self) -> Sizer:
         return Sizer(self.base_tokens, self.tokens_per_word)
-
-
-def asked(request: Request, ask: Ask) -> Asked:
-    """What stands in the body after `extra`: the trace's wins over the target's, and that over what we would ask."""
-    pin = ask.pin_lengths and request.tokens_out is not None
-    ours = {"max_tokens": request.tokens_out} | ({"ignore_eos": True, "min_tokens": request.tokens_out} if pin else {})
-    body: Mapping[str, Any] = {**ours, **ask.extra, **request.extra}
-    out = _whole(body.get("max_completion_tokens"), _whole(body.get("max_tokens")))  # servers take the newer name first
-    free = body.get("ignore_eos") is not True or bool(body.get("stop") or body.get("stop_token_ids"))
-    pinned = not free and out is not None and (_whole(body.get("min_tokens")) or 0) >= out
-    return Asked(out, pinned, _whole(body.get("n")) or 1)
-
-
-def _whole(value: Any, other: int | None = None) -> int | None:
-    return value if type(value) is int and 0 <= value < 2**31 else other
 
 
 def probe(target: Target, say: Say, ready_s: float, *, stream: bool = True, timeouts: Timeouts = _DEFAULT) -> Probe:
@@ -265,7 +243,7 @@ def _listed(body: bytes) -> list[tuple[str, int | None]]:
 
 def _limit(row: Mapping[str, Any]) -> int | None:
     for holder, name in ((row, "max_model_len"), (row.get("meta"), "n_ctx")):  # vLLM, llama.cpp
-        value = _whole(holder.get(name)) if isinstance(holder, dict) else None
+        value = whole(holder.get(name)) if isinstance(holder, dict) else None
         if value:
             return value
     return None

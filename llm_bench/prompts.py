@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WORDS = tuple(files("llm_bench").joinpath("data/words.txt").read_text(encoding="ascii").split())
 WORD_BYTES = 5  # " word"
 MIN_WORDS = 256  # fewer words that cost the same under a tokenizer would make prompts alike
+MIN_IDS = 26  # an alphabet: of fewer tokens prompts would be alike
 REPAIRS = 16  # tries to bring a text to its exact count, under tokenizers whose words do not all cost the same
 
 
@@ -104,7 +105,7 @@ def fill(request: Request, salt: str, index: int, sizer: Sizer) -> Request:
     that requests share the text of the blocks they share and no other. For a later turn of a session the prompt is what
     its user adds, `turn_text`; whoever sends it puts the history before it.
     """
-    if request.prompt is not None or request.messages is not None or request.prompt_token_ids is not None:
+    if any(own is not None for own in (request.prompt, request.messages, request.prompt_token_ids, request.body)):
         return request
     if request.turn > 0:
         return replace(request, prompt=turn_text(request, salt, index, sizer))
@@ -126,10 +127,69 @@ def fill(request: Request, salt: str, index: int, sizer: Sizer) -> Request:
 
 def turn_text(request: Request, salt: str, index: int, sizer: Sizer) -> str:
     """What the user adds in a later turn: tokens_new tokens of text, at least a word; no template is counted."""
+    return _message(request.tokens_new, f"{salt}\0turn\0{index}", sizer)
+
+
+def answer_text(request: Request, salt: str, index: int, sizer: Sizer) -> str:
+    """An answer of the recorded length, tokens_out, made up for the history of the turns behind it."""
+    return _message(request.tokens_out or 0, f"{salt}\0answer\0{index}", sizer)
+
+
+def _message(tokens: int, key: str, sizer: Sizer) -> str:
     free_byte = 1 if sizer.cuts_words else 0  # the space that no text begins with
-    length = max(sizer.length_bytes(request.tokens_new) + free_byte, WORD_BYTES)
-    text = _stream(f"{salt}\0turn\0{index}", length, sizer)[1:].decode("ascii")
-    return _exact(text, request.tokens_new, f"{salt}\0turn\0{index}", sizer)
+    length = max(sizer.length_bytes(tokens) + free_byte, WORD_BYTES)
+    return _exact(_stream(key, length, sizer)[1:].decode("ascii"), tokens, key, sizer)
+
+
+def continued(before: Request, request: Request, salt: str, indices: tuple[int, int], sizer: Sizer) -> Request:
+    """The next turn of a conversation that is one text: all that was said before, an answer made up, what is new.
+
+    `before` is the filled turn before, `indices` both turns' own. The whole has tokens_in tokens, and begins with the
+    whole of the turn before.
+    """
+    tokens = request.tokens_in - sizer.template
+    starts = [before.tokens_in - sizer.template, before.tokens_in + (before.tokens_out or 0) - sizer.template]
+    keys = (f"{salt}\0answer\0{indices[0]}", f"{salt}\0turn\0{indices[1]}")
+    # Ends are rounded, not sizes, as with blocks; each part begins with the space before its first word.
+    ends = [max(sizer.length_bytes(t - sizer.base), WORD_BYTES) for t in (*starts, tokens)]
+    parts = [_stream(key, ends[k + 1] - ends[k], sizer).decode("ascii") for k, key in enumerate(keys)]
+    text = "".join([before.prompt or "", *parts])
+    return replace(request, prompt=_exact(text, tokens, keys[1], sizer))
+
+
+# -- token ids --------------------------------------------------------------------------------------------------------
+
+
+def fill_ids(request: Request, salt: str, index: int, ids: np.ndarray) -> Request:
+    """The request with `prompt_token_ids`, tokens_in of them, drawn from `ids`; as `fill` shares and parts texts."""
+    if request.hash_ids:
+        blocks = [_draws(f"{salt}\0block\0{i}", request.block_size, ids) for i in request.hash_ids]
+        drawn = np.concatenate(blocks)[: request.tokens_in]
+    else:
+        drawn = _draws(f"{salt}\0request\0{index}", request.tokens_in, ids)
+    return replace(request, prompt_token_ids=tuple(drawn.tolist()))
+
+
+def continued_ids(before: Request, request: Request, salt: str, indices: tuple[int, int], ids: np.ndarray) -> Request:
+    """`continued` in token ids."""
+    answer = _draws(f"{salt}\0answer\0{indices[0]}", before.tokens_out or 0, ids)
+    added = _draws(f"{salt}\0turn\0{indices[1]}", request.tokens_new, ids)
+    return replace(request, prompt_token_ids=(*(before.prompt_token_ids or ()), *answer.tolist(), *added.tolist()))
+
+
+def plain_ids(path: Path | str) -> np.ndarray:
+    """The ids of a tokenizer.json that are plain letters: no special token, no half of a character. Raises BenchError.
+
+    Every such id is a token of the model's own vocabulary, whatever ids above it are padding or marks of a template.
+    """
+    tokenizer = _load(path)
+    marks = set(tokenizer.get_added_tokens_decoder())
+    ids = sorted(set(tokenizer.get_vocab(with_added_tokens=False).values()) - marks)
+    texts = tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
+    plain = [i for i, text in zip(ids, texts, strict=True) if text.isascii() and text.strip(" ").isalpha()]
+    if len(plain) < MIN_IDS:
+        raise BenchError(f"{path}: {len(plain)} tokens are plain letters, expected {MIN_IDS} or more for --token-ids")
+    return np.array(plain)
 
 
 def probe_text(words: int, salt: str, sizer: Sizer | None = None) -> str:
@@ -148,17 +208,24 @@ class Exact(NamedTuple):
 
     sizer: Sizer
     count: Callable[[str], int]  # tokens of any text: for answers whose server sends no usage
+    ids: np.ndarray | None = None  # that prompts may be made of; None: prompts are texts
 
 
-def exact(path: Path | str) -> Exact:
-    """Both uses of a tokenizer.json, read once. Raises BenchError."""
-    return Exact(Sizer.from_tokenizer(path), counter(path))
+def exact(path: Path | str, *, token_ids: bool = False) -> Exact:
+    """The uses of a tokenizer.json. Raises BenchError."""
+    return Exact(Sizer.from_tokenizer(path), counter(path), plain_ids(path) if token_ids else None)
 
 
 def counter(path: Path | str) -> Callable[[str], int]:
     """Tokens of any text, by a tokenizer.json. Raises BenchError."""
     tokenizer = _load(path)
     return lambda text: _counts(tokenizer, [text])[0]
+
+
+def encoder(path: Path | str) -> Callable[[str], list[int]]:
+    """Token ids of any text, by a tokenizer.json. Raises BenchError."""
+    tokenizer = _load(path)
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _load(path: Path | str) -> "Tokenizer":
@@ -189,10 +256,14 @@ def _stream(key: str, length_bytes: int, sizer: Sizer) -> bytes:
 
     SHAKE-128 as the generator: its stream is fixed by a standard (FIPS 202), where NumPy's may change with its version.
     """
-    count = -(-length_bytes // WORD_BYTES)
-    draws = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * count), "<u4")
-    text: bytes = sizer.table[draws % len(sizer.words)].tobytes()
+    text: bytes = _draws(key, -(-length_bytes // WORD_BYTES), sizer.table).tobytes()
     return text[:length_bytes]
+
+
+def _draws(key: str, count: int, table: np.ndarray) -> np.ndarray:
+    draws = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * count), "<u4")
+    drawn: np.ndarray = table[draws % len(table)]
+    return drawn
 
 
 def _counts(tokenizer: "Tokenizer", texts: list[str]) -> list[int]:

@@ -1,24 +1,20 @@
 """read(path): a Trace of any of the FORMATS, checked row by row; write(path): the same in our own format."""
 
-import csv
 import gc
-import gzip
 import json
 import math
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from decimal import Decimal
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import NamedTuple
 
-import orjson
-
+from llm_bench import containers, prefixes
 from llm_bench.errors import BenchError
 from llm_bench.fields import (
     BAD,
+    DATE_TIME,
     EMPTY,
     FAILED,
     HEADER,
@@ -26,13 +22,15 @@ from llm_bench.fields import (
     NO_TURN,
     TURNS,
     UNITS,
+    Format,
+    Last,
     Reading,
     Row,
     Values,
     count,
     found,
 )
-from llm_bench.formats import FORMATS, Format
+from llm_bench.formats import ALIASES, FORMATS, PLAIN
 from llm_bench.request import LONGEST_S, Request, Trace
 
 _set = object.__setattr__  # a Request is frozen once it is handed out; to copy a million of them thrice takes 20 s
@@ -41,88 +39,22 @@ _set = object.__setattr__  # a Request is frozen once it is handed out; to copy 
 # -- one file ---------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path, mode: str) -> IO[bytes]:
-    return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)  # type: ignore[return-value]
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of each line that is not blank; LF or CRLF, a BOM or none, the last line ended or not."""
-    try:
-        with _open(path, "rb") as file:
-            for number, raw in enumerate(file, 1):
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if text:
-                    yield number, text
-    except UnicodeDecodeError as e:
-        raise BenchError(f"{path}:{number}: byte {e.start} of the line is not UTF-8") from None
-    except (OSError, EOFError, zlib.error) as e:
-        raise BenchError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON number, expected a number or null")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:80]} is larger than any float")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = Counter(name for name, _ in pairs)
-        raise ValueError(f"the key {names.most_common(1)[0][0]!r} is there twice; keep one of them")
-    return values
-
-
-def _json_values(text: str) -> Values:
-    """An object's values. A timestamp keeps all its digits: as a float, seconds since 1970 are good to 0.2 µs only."""
-    try:
-        values = json.loads(text, parse_constant=_no_number, parse_float=Decimal, object_pairs_hook=_unique)
-        if not isinstance(values, dict):
-            raise ValueError(f"a JSON {type(values).__name__}, expected an object")
-        if "extra" in values or "messages" in values:  # they are sent on, and no body takes a Decimal
-            plain = json.loads(text, parse_float=_finite)
-            values |= {name: plain[name] for name in ("extra", "messages") if name in values}
-        if "\\u" in text:
-            orjson.loads(text)  # half a surrogate pair is no text, and only this parser says so
-    except json.JSONDecodeError as e:  # orjson's is one too
-        raise ValueError(f"not JSON: {e.msg} at column {e.colno}") from None
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
-    return values
-
-
-def _cells(text: str) -> list[str]:
-    try:
-        cells = next(csv.reader([text])) if '"' in text else text.split(",")
-        return [cell.strip() for cell in cells]
-    except csv.Error as e:
-        raise ValueError(f"no line of CSV: {e}") from None
-
-
-def _csv_values(columns: list[str], text: str) -> Values:
-    cells = _cells(text)
-    if len(cells) != len(columns):
-        raise ValueError(f"{len(cells)} cells, expected {len(columns)}: {', '.join(columns)}")
-    return {
-        name: int(cell) if cell.isdecimal() and cell.isascii() else cell
-        for name, cell in zip(columns, cells, strict=True)
-    }
-
-
 def _detect(first: Values, asked: str | None) -> str:
-    """The one format that the first line can be, which must be the one asked for."""
+    """The one format that the first item can be, which must be the one asked for."""
+    asked = ALIASES.get(asked or "", asked)
     if asked and asked not in FORMATS:
-        raise ValueError(f"format {found(asked, 'one of ' + ', '.join(FORMATS))}")
+        raise ValueError(f"format {found(asked, 'one of ' + ', '.join((*FORMATS, *ALIASES)))}")
     names = [name for name, form in FORMATS.items() if form.detect(first) and asked in (None, name)]
+    if not names and asked:
+        raise ValueError(f"no {asked} file has the keys {list(first)}, expected {FORMATS[asked].about}")
     if not names:
-        known = "; ".join(f"{name} ({form.about})" for name, form in FORMATS.items())
-        raise ValueError(f"no {asked or 'known'} format has the keys {list(first)}; known: {known}")
-    assert len(names) == 1, f"{names} claim the same keys"
+        raise ValueError(
+            f"no known format has the keys {list(first)}; known: {', '.join(FORMATS)}; or give a map of them"
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"keys of {' and '.join(names)}, expected those of one format; say which with --format-of-trace"
+        )
     return names[0]
 
 
@@ -131,23 +63,39 @@ def _header(form: Format, head: Values, unit: str | None, size: int | None, turn
     said = head if form.header else {}
     if form.header and (said[HEADER] != 1 or not said.keys() <= HEADER_KEYS):
         raise ValueError(f"header {dict(said)}, expected {HEADER}: 1 and at most {sorted(HEADER_KEYS)}")
-    if unit and form.unit not in UNITS:
+    if unit and form.unit == DATE_TIME:
         raise ValueError(f"unit {unit}, but this format's times are a {form.unit}: leave the unit out")
     unit = unit or said.get("unit") or form.unit
     turns = turns or said.get("turns")
-    if unit not in (*UNITS, form.unit):
-        raise ValueError(f"unit {found(unit, 's or ms')}")
+    units = (*UNITS, *[DATE_TIME] * form.any_unit)
+    if unit not in units and unit != form.unit:
+        raise ValueError(f"unit {found(unit, 'one of ' + ', '.join(units))}")
     if turns not in (None, *TURNS):
         raise ValueError(f"turns {found(turns, ' or '.join(TURNS))}")
     size = (count(said, "block_size") or form.block_size) if size is None else size
-    return Reading(UNITS.get(unit, 1), size, turns), unit
+    return Reading(UNITS.get(unit, 0), size, turns), unit
+
+
+def _check_map(names: Mapping[str, str], asked: str | None, file: containers.Items) -> None:
+    """ValueError where a map says what a file cannot have."""
+    if asked not in (None, "plain"):
+        raise ValueError(f"format {asked} and a map, expected one of the two")
+    if names.keys() - set(PLAIN) or not names.keys() & {"in", "prompt"}:
+        raise ValueError(f"map {found(dict(names), 'in or prompt, and any of ' + ', '.join(PLAIN))}")
+    missing = [name for name in names.values() if file.table and name not in file.first]
+    if missing:
+        raise ValueError(f"no column {missing[0]!r}; there are: {', '.join(file.first)}")
+
+
+def _renamed(names: Mapping[str, str], values: Values | ValueError) -> Values | ValueError:
+    if isinstance(values, ValueError):
+        return values
+    return {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
 
 
 def _check_blocks(request: Request, seen: dict[int, tuple[int, int]]) -> None:
     """ceil(tokens / block size) ids, and an id is one text: its tokens never change. `seen`: id -> (tokens, line)."""
     ids, size, tokens = request.hash_ids, request.block_size, request.tokens_in
-    if not ids:
-        return
     if size <= 0:
         raise ValueError("hash_ids without a block size, expected block_size in the header line, or --block-size")
     need = -(-tokens // size)
@@ -185,66 +133,99 @@ def read(
     unit: str | None = None,
     turns: str | None = None,
     skip_bad: int = 0,
+    map: Mapping[str, str] | None = None,  # noqa: A002
 ) -> Trace:
-    """The requests of a trace file (`.gz` too), read line by line, each checked, by time; ties keep the file's order.
+    """The requests of a trace file, read item by item, each checked, by time; ties keep the file's order.
 
-    format: a name of FORMATS, else found by its keys. limit: stop after so many requests. block_size: tokens of a hash
-    block. unit: "s" or "ms", instead of the format's own. turns: "cumulative" or "new", how a session's lengths are
-    meant; by default cumulative where every turn allows it. skip_bad: leave out up to so many bad rows, and count them.
+    format: a name of FORMATS or ALIASES, else found by its keys. limit: stop after so many requests. block_size: tokens
+    of a hash block. unit: of UNITS, not the format's own; of a plain table also "date-time". turns: "cumulative" or
+    "new", how a session's lengths are meant; by default cumulative where every turn allows it. skip_bad: leave out up
+    to so many bad rows, and count them. map: names of PLAIN -> the file's own names; its other columns are read over.
     at_s is relative to the first request kept, exact to 1 ns. tokens_in is 0 where a given text leaves it open.
 
-    Raises BenchError with file and line for a row that breaks its format's rules.
+    Trace.facts: "unit", "date-time" of dates in any format; "resolution_s", the greatest common step of all stamps,
+    None where they do not differ; "zero_s", the first kept stamp on the file's own scale, None for dates; "instants",
+    how many stamps differ; "late_rows", behind a later one; "turns", "" where no conversation has several;
+    "block_size"; "rows", seen in all.
+
+    Raises BenchError with file and line (of a JSON list the item, of Parquet the row) for what breaks a format's rules.
     """
     path = Path(path)
-    lines = _lines(path)
-    number, first = next(lines, (1, ""))
-    if not first:
-        raise BenchError(f"{path}: empty, expected a trace")
-    is_json = first.startswith("{")
-    try:
-        columns = [] if is_json else _cells(first)
-        head = _json_values(first) if is_json else _unique([(name, None) for name in columns])
-        name = _detect(head, format)
-        form = FORMATS[name]
-        reading, unit = _header(form, head, unit, block_size, turns)
-    except ValueError as e:
-        raise BenchError(f"{path}:{number}: {e}") from None
-    if is_json and not form.header:
-        lines = chain([(number, first)], lines)
+    if path.is_dir():
+        made = "ServeGen's clients are made a trace by: llm-bench trace synth FOLDER --duration SECONDS -o FILE"
+        raise BenchError(f"{path}: a folder; {made}")
+    with containers.reading(path) as file:
+        try:
+            if map is not None:
+                _check_map(map, format, file)
+            name = "plain" if map is not None else _detect(file.first, format)
+            form = FORMATS[name]
+            reading, unit = _header(form, file.first, unit, block_size, turns)
+        except ValueError as e:
+            raise BenchError(f"{path}:{file.number}: {e}") from None
+        if form.header:
+            next(file.items)
+        items = ((line, _renamed(map, values)) for line, values in file.items) if map is not None else file.items
+        kept = _rows(path, name, reading, items, limit, skip_bad)
+    rows, left_out, skipped, bad = kept
+    if not rows:
+        raise BenchError(f"{path}: no requests in it (left out: {skipped or 'none'}), expected at least one row")
+    unit = DATE_TIME if reading.known.get("dates") else unit
+    requests, notes, facts = _arrange(path, rows, left_out, unit, reading.turns)
+    notes += _opened_anew(reading, requests)
+    notes += [form.note] * bool(form.note) + [f"left out: {text}" for text in bad]
+    facts |= {"block_size": max(r.block_size for r in requests), "rows": len(rows) + sum(skipped.values())}
+    return Trace(requests, name, str(path), notes, skipped, facts)
+
+
+class _Kept(NamedTuple):
+    rows: list[Row]
+    left_out: list[int]  # stamps of rows that came, and are not sent
+    skipped: dict[str, int]
+    bad: list[str]
+
+
+def _rows(
+    path: Path, name: str, reading: Reading, items: Iterator[containers.Item], limit: int | None, skip_bad: int
+) -> _Kept:
+    """The rows of a file's items, `limit` at most: no item is looked at that is not needed."""
+    form, keys = FORMATS[name], frozenset(FORMATS[name].keys)
     rows: list[Row] = []
-    keys = frozenset(form.keys)
-    seen: dict[int, tuple[int, int]] = {}
+    left_out: list[int] = []
+    blocks: dict[int, tuple[int, int]] = {}
     skipped: Counter[str] = Counter()
     bad: list[str] = []
-    for number, text in lines:
-        if limit is not None and len(rows) >= limit:
+    while limit is None or len(rows) < limit:
+        number, values = next(items, (0, None))
+        if values is None:
             break
         try:
-            values = _json_values(text) if is_json else _csv_values(columns, text)
+            if isinstance(values, ValueError):
+                raise values
             if not values.keys() <= keys:
                 unknown = [key for key in values if key not in keys]
                 raise ValueError(f"no {name} row has the keys {unknown}; known: {', '.join(form.keys)}")
-            for row in form.rows(values, reading, number):
-                reason = _left_out(row[1])
-                if reason:
+            new = form.rows(values, reading, number)
+            for _, request in new:
+                if request.hash_ids:
+                    _check_blocks(request, blocks)
+            for at, request in new:
+                if reason := _left_out(request):
                     skipped[reason] += 1
-                    continue
-                _check_blocks(row[1], seen)
-                rows.append(row)
+                    left_out += [] if at is None else [at]
+                else:
+                    rows.append((at, request))
         except ValueError as e:
             bad.append(f"{path}:{number}: {e}")
             if len(bad) > skip_bad:
                 raise BenchError(bad[-1]) from None
             skipped[BAD] += 1
-    if not rows:
-        raise BenchError(f"{path}: no requests in it (left out: {dict(skipped) or 'none'}), expected at least one row")
-    requests, notes = _arrange(path, rows, unit, reading.turns)
-    return Trace(requests, name, str(path), notes + [f"left out: {text}" for text in bad], dict(skipped))
+    return _Kept(rows[:limit], left_out, dict(skipped), bad)
 
 
 def _left_out(request: Request) -> str:
     """Why a sound row is not sent: an answer of no tokens is how traces show a failure, no wish for max_tokens=0."""
-    if request.tokens_in == 0 and request.prompt is None and request.messages is None:
+    if request.tokens_in == 0 and request.prompt is None and request.messages is None and request.body is None:
         return EMPTY
     return FAILED if request.tokens_out == 0 else ""
 
@@ -252,7 +233,9 @@ def _left_out(request: Request) -> str:
 # -- all rows together ------------------------------------------------------------------------------------------------
 
 
-def _arrange(path: Path, rows: list[Row], unit: str, turns: str | None) -> tuple[list[Request], list[str]]:
+def _arrange(
+    path: Path, rows: list[Row], left_out: list[int], unit: str, turns: str | None
+) -> tuple[list[Request], list[str], dict[str, object]]:
     ordered, late = _by_time(path, rows)
     stamps = [at for at, _ in ordered if at is not None]
     if stamps and stamps[-1] - stamps[0] > LONGEST_S * 10**9:
@@ -263,23 +246,38 @@ def _arrange(path: Path, rows: list[Row], unit: str, turns: str | None) -> tuple
         )
     for at, request in ordered:
         if at is not None:
-            _set(request, "at_s", (at - stamps[0]) / 1e9)
+            _set(request, "at_s", (at - stamps[0]) / 10**9)
     requests = [request for _, request in ordered]
-    notes = list(_times_said(stamps, unit))
+    came = sorted(stamps + left_out) if left_out else stamps
+    notes = list(_times_said(stamps, came, unit))
     if late:
         notes.append(f"{late:,} rows stood behind a later one: sorted by time, ties in the file's order")
-    notes += _number_turns(path, requests, turns)
+    how, said = _number_turns(path, requests, turns)
+    notes += said
     if any(r.hash_ids for r in requests):
-        shared, total = prefix_bound(requests)
+        shared, total = prefixes.prefix_bound(requests)
         notes.append(f"prefix sharing: an endless cache of full blocks saves {shared:,} of {total:,} prompt tokens")
         notes[-1] += f" ({100 * shared / total:.2f}%)"
-    elif all(r.prompt is None and r.messages is None and r.prompt_token_ids is None for r in requests):
+    elif not any(_says_its_own(r) for r in requests):
         beyond = " beyond a conversation's own history" if any(r.turn for r in requests) else ""
         notes.append(f"prompts are unique; prefix cache hits are not modelled{beyond}")
     unknown = sum(r.tokens_in == 0 for r in requests)
     if unknown:
         notes.append(f"{unknown:,} rows give a text without its length: what the target counts is not checked")
-    return requests, notes
+    step = _step(came)
+    facts: dict[str, object] = {
+        "unit": unit,
+        "resolution_s": step / 10**9 if step else None,
+        "zero_s": stamps[0] / 10**9 if stamps and unit != DATE_TIME else None,
+        "instants": len(set(came)),
+        "late_rows": late,
+        "turns": how,
+    }
+    return requests, notes, facts
+
+
+def _says_its_own(r: Request) -> bool:
+    return not (r.prompt is None and r.messages is None and r.prompt_token_ids is None and r.body is None)
 
 
 def _by_time(path: Path, rows: list[Row]) -> tuple[list[Row], int]:
@@ -303,20 +301,25 @@ def _by_time(path: Path, rows: list[Row]) -> tuple[list[Row], int]:
     return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)], late
 
 
-def _times_said(stamps: list[int], unit: str) -> Iterator[str]:
+def _times_said(stamps: list[int], came: list[int], unit: str) -> Iterator[str]:
+    """`came`: the stamps of the rows that are left out too, as they tell of the file's clock as well as others."""
     if not stamps:
         yield "no times in it: it cannot be replayed; order, lengths, prefixes and sessions are used"
         return
     yield f"times read as {unit}: {len(stamps):,} timed rows over {(stamps[-1] - stamps[0]) / 1e9:g} s"
-    step = math.gcd(*(at - stamps[0] for at in stamps))
-    instants = Counter(stamps)
+    step = _step(came)
+    instants = Counter(came)
     most = max(instants.values())
     if step:
         gaps = sorted(after - before for before, after in pairwise(instants))
-        on = f"{len(stamps):,} rows on {len(instants):,} instants, {_amount(gaps[len(gaps) // 2])} apart at the median"
+        on = f"{len(came):,} rows on {len(instants):,} instants, {_amount(gaps[len(gaps) // 2])} apart at the median"
         yield f"timestamp resolution {_amount(step)}" + (f"; {most} rows share one instant ({on})" if most > 1 else "")
     elif most > 1:
         yield f"all {most:,} rows share one instant"
+
+
+def _step(stamps: list[int]) -> int:
+    return math.gcd(*(at - stamps[0] for at in stamps))
 
 
 _STEPS = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"), (1, "ns"))
@@ -327,8 +330,11 @@ def _amount(ns: int) -> str:
     return f"{ns // size:,} {name}"
 
 
-def _number_turns(path: Path, requests: list[Request], turns: str | None) -> list[str]:
-    """Give each turn its number, its whole prompt's length and what its user adds, in place; says how it was read."""
+def _number_turns(path: Path, requests: list[Request], turns: str | None) -> tuple[str, list[str]]:
+    """Give each turn its number, its whole prompt's length and what its user adds, in place; says how it was read.
+
+    Returns one of TURNS, "" where no conversation has several, and the notes on it.
+    """
     sessions: dict[str, list[int]] = {}
     for i, request in enumerate(requests):
         if request.session:
@@ -359,10 +365,21 @@ def _number_turns(path: Path, requests: list[Request], turns: str | None) -> lis
                 _set(request, "tokens_new", request.tokens_in - floor)
             floor = request.tokens_in + (request.tokens_out or 0) if request.tokens_in else 0  # 0: not known
     if not several:
-        return []
+        return "", []
     which = "what the user adds" if new else "the whole prompt so far (cumulative)"
     why = "as told" if turns else f"line {broken}" if broken else "every turn holds the prompt and answer before it"
-    return [f"{len(several):,} conversations of several turns; an input length is {which}: {why}"]
+    note = f"{len(several):,} conversations of several turns; an input length is {which}: {why}"
+    return TURNS[new], [note]
+
+
+def _opened_anew(reading: Reading, requests: list[Request]) -> Iterator[str]:
+    """Of fields.conversation: how many of its NAME/2, NAME/3 ... are among the requests."""
+    several = {name: last.part for name, last in reading.memory.items() if isinstance(last, Last) and last.part > 1}
+    opened = {f"{name}/{part}" for name, parts in several.items() for part in range(2, parts + 1)}
+    kept = len(opened & {r.session for r in requests}) if opened else 0
+    if kept:
+        why = "by its length or its time, their first prompt cannot continue what went before"
+        yield f"{kept:,} conversations are opened anew, as NAME/2, NAME/3 ...: {why}"
 
 
 def _broken_turn(requests: list[Request], sessions: list[list[int]]) -> str:
@@ -376,22 +393,8 @@ def _broken_turn(requests: list[Request], sessions: list[list[int]]) -> str:
     return ""
 
 
-def prefix_bound(requests: Iterable[Request]) -> tuple[int, int]:
-    """(prompt tokens that an endless prefix cache of full blocks would save, all prompt tokens), in arrival order."""
-    shared = total = 0
-    tree: dict[tuple[int, int], int] = {}  # (node before, id) -> node: a block is cached only behind the same blocks
-    for request in requests:
-        total += request.tokens_in
-        node, hit = 0, True
-        for i in request.hash_ids[: request.tokens_in // (request.block_size or 1)]:
-            hit = hit and (node, i) in tree
-            shared += request.block_size * hit
-            node = tree.setdefault((node, i), len(tree) + 1)
-    return shared, total
-
-
 def write(path: Path | str, trace: Trace) -> None:
-    """The trace in our own format (`.gz` too), so that read(path) gives the same requests but for their lines.
+    """The trace in our own format (`.gz`, `.bz2`, `.zst` too): read(path) gives the same requests but for their lines.
 
     Raises BenchError where requests have blocks of different sizes, which one header cannot say.
     """
@@ -399,25 +402,43 @@ def write(path: Path | str, trace: Trace) -> None:
     sizes = {r.block_size for r in trace.requests if r.hash_ids}
     if len(sizes) > 1:
         raise BenchError(f"{path}: blocks of {sorted(sizes)} tokens in one trace, expected one size")
-    header = {HEADER: 1, "unit": "s", "block_size": max(sizes, default=0), "turns": "cumulative"}
-    with _open(path, "wb") as file:
-        for values in chain([header], map(_own_values, trace.requests)):
+    new = _only_added_is_known(trace.requests)
+    header = {HEADER: 1, "unit": "s", "block_size": max(sizes, default=0), "turns": TURNS[new]}
+    rows = (_own_values(r, r.tokens_new if new and r.turn else r.tokens_in) for r in trace.requests)
+    with containers.open_bytes(path, "wb") as file:
+        for values in chain([header], rows):
             file.write(json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
 
-def _own_values(r: Request) -> Values:
+def _only_added_is_known(requests: list[Request]) -> bool:
+    """Whether a turn says what its user adds where its whole prompt's length cannot: behind a text of unknown length,
+    or in token ids, which are those that are added.
+    """
+    known: dict[str, bool] = {}  # session -> its newest turn's length is
+    for r in requests:
+        if r.turn and r.tokens_new and not known.get(r.session, True):
+            return True
+        if r.turn and r.prompt_token_ids and r.tokens_in != len(r.prompt_token_ids):
+            return True
+        known[r.session] = r.tokens_in > 0
+    return False
+
+
+def _own_values(r: Request, input_length: int) -> Values:
     values = {
         "timestamp": r.at_s,
-        "input_length": r.tokens_in or None,
+        "input_length": input_length or None,
         "output_length": r.tokens_out,
         "hash_ids": r.hash_ids or None,
         "prompt": r.prompt,
         "messages": r.messages and [dict(m) for m in r.messages],
         "prompt_token_ids": r.prompt_token_ids,
+        "body": r.body and dict(r.body),
         "session_id": r.session or None,
         "turn": r.turn if r.session else None,
         "think_s": r.think_s,
         "class": r.request_class or None,
+        "client": r.client or None,
         "priority": r.priority or None,
         "cancel_after_s": r.cancel_after_s,
         "model": r.model or None,

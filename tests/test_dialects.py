@@ -4,18 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_bench.dialects import DIALECTS, Ask, Chunk, Delta, Usage, plain_reader
-from llm_bench.errors import BenchError
+from llm_bench.dialects import DIALECTS, Chunk, Delta, Usage, plain_reader
 from llm_bench.http1 import events
-from llm_bench.request import Request
 from tests.fixtures import NAMES, captured, hostile_events, unhurried, wire
 
 CHAT, COMPLETIONS = DIALECTS["openai-chat"], DIALECTS["openai-completions"]
-ASK = Ask(model="m")
-
-
-def encoded(dialect, request, ask=ASK):
-    return json.loads(dialect.encode(request, ask))
 
 
 def decoded(dialect, obj) -> Chunk:
@@ -24,75 +17,6 @@ def decoded(dialect, obj) -> Chunk:
 
 def delta(dialect, **choice) -> Delta:
     return decoded(dialect, {"choices": [choice]}).deltas[0]
-
-
-# Bodies
-
-
-def test_a_chat_body_asks_for_all_that_a_measurement_needs():
-    assert encoded(CHAT, Request(tokens_in=3, tokens_out=64, prompt="low water")) == {
-        "model": "m",
-        "messages": [{"role": "user", "content": "low water"}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0,
-        "max_tokens": 64,
-        "min_tokens": 64,
-        "ignore_eos": True,
-    }
-
-
-def test_a_completions_body_takes_text_or_token_ids():
-    assert encoded(COMPLETIONS, Request(tokens_in=1, tokens_out=2, prompt="ebb"))["prompt"] == "ebb"
-    assert encoded(COMPLETIONS, Request(tokens_in=3, tokens_out=2, prompt_token_ids=(7, 8, 9)))["prompt"] == [7, 8, 9]
-
-
-def test_messages_of_a_trace_go_out_as_they_are():
-    messages = ({"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]})
-    assert encoded(CHAT, Request(tokens_in=1, tokens_out=None, messages=messages))["messages"] == list(messages)
-
-
-@pytest.mark.parametrize(
-    ("request_", "ask", "absent"),
-    [
-        (Request(1, None, prompt="p"), ASK, {"max_tokens", "min_tokens", "ignore_eos", "priority"}),
-        (Request(1, 8, prompt="p"), ASK._replace(pin_lengths=False), {"min_tokens", "ignore_eos"}),
-        (Request(1, 8, prompt="p"), ASK._replace(include_usage=False), {"stream_options"}),
-        (Request(1, 8, prompt="p"), ASK._replace(stream=False), {"stream_options"}),
-    ],
-)
-@pytest.mark.parametrize("name", DIALECTS)
-def test_what_is_not_asked_for_is_not_in_the_body(name, request_, ask, absent):
-    body = encoded(DIALECTS[name], request_, ask)
-    assert not absent & body.keys()
-    assert body["stream"] is ask.stream
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_extra_fields_of_the_trace_win_over_the_users_and_those_over_ours(name):
-    request = Request(1, 8, prompt="p", priority=-2, extra={"temperature": 1, "top_k": 5})
-    body = encoded(DIALECTS[name], request, Ask(model="m", extra={"temperature": 0.5, "seed": 3, "min_tokens": 0}))
-    assert (body["temperature"], body["top_k"], body["seed"], body["min_tokens"]) == (1, 5, 3, 0)
-    assert (body["priority"], body["max_tokens"]) == (-2, 8)
-
-
-def test_the_targets_model_is_asked_for_not_the_one_the_traffic_once_met():
-    assert encoded(CHAT, Request(1, 8, prompt="p", model="GPT-4"))["model"] == "m"
-    assert encoded(CHAT, Request(1, 8, prompt="p", model="GPT-4"), Ask(model=""))["model"] == "GPT-4"
-
-
-@pytest.mark.parametrize(
-    ("name", "request_", "right"),
-    [
-        ("openai-chat", Request(1, 8, prompt_token_ids=(1,), line=41), "openai-completions"),
-        ("openai-completions", Request(1, 8, messages=({"role": "user", "content": "x"},), line=41), "openai-chat"),
-        ("openai-chat", Request(1, 8, prompt="p", extra={"logit_bias": {1, 2}}, line=41), "JSON"),
-        ("openai-completions", Request(1, 8, prompt="half a pair \ud83d", line=41), "JSON"),
-    ],
-)
-def test_what_a_protocol_cannot_say_is_the_users_mistake_with_its_line(name, request_, right):
-    with pytest.raises(BenchError, match=rf"line 41: .*{right}"):
-        DIALECTS[name].encode(request_, ASK)
 
 
 # Events

@@ -66,6 +66,14 @@ def test_payloads_come_back_from_the_spool_and_the_spool_goes_away(tmp_path):
     assert not (tmp_path / "spool").exists()
 
 
+def test_a_turn_whose_bytes_are_known_needs_no_answer(tmp_path):
+    rows = [Request(10, 5, session="a"), Request(30, 5, session="a", turn=1), Request(50, 5, session="a", turn=2)]
+    work = Plan(rows, plan.due_times(rows, Load(concurrency=1), 0), tmp_path / "spool", lambda i, p: b"made %d" % i)
+    work.write(iter([b"one", b"", b"three"]))
+    assert [work.payload(i, Exchange()) for i in range(3)] == [b"one", b"made 1", b"three"]
+    work.close()
+
+
 def test_equal_work_has_an_equal_hash(tmp_path):
     def hash_of(payloads):
         rows = requests(len(payloads))
@@ -75,27 +83,6 @@ def test_equal_work_has_an_equal_hash(tmp_path):
         return work.hash
 
     assert hash_of([b"a", b"b"]) == hash_of([b"a", b"b"]) != hash_of([b"a", b"c"])
-
-
-def test_a_context_limit_refuses_skips_or_clips_and_says_how_many():
-    rows = [Request(100, 20, line=2), Request(90, 5, line=3), Request(500, 20, hash_ids=(1, 2), block_size=256, line=4)]
-    with pytest.raises(BenchError, match=r"1 of 3 requests \(33\.3%\).*line 4: 500 in \+ 20 out"):
-        plan.fit_context(rows, 200, "refuse")
-    kept, effect = plan.fit_context(rows, 200, "skip")
-    assert [r.line for r in kept] == [2, 3]
-    assert "skipped" in effect
-    clipped, effect = plan.fit_context(rows, 200, "clip")
-    assert clipped[2].tokens_in == 180
-    assert clipped[2].hash_ids == (1,)
-    assert "clipped" in effect
-    assert plan.fit_context(rows, None, "refuse") == (rows, "")
-    assert plan.fit_context(rows, 520, "refuse") == (rows, "")
-
-
-def test_skipping_a_turn_skips_its_conversation():
-    rows = [Request(10, 5, session="a"), Request(500, 5, session="a", turn=1), Request(10, 5)]
-    kept, _ = plan.fit_context(rows, 100, "skip")
-    assert kept == [rows[2]]
 
 
 def test_going_round_the_trace_keeps_order_shifts_times_and_parts_sessions():
@@ -114,6 +101,16 @@ def test_an_open_loop_with_a_duration_plans_what_is_due_in_it_and_whole_conversa
     assert plan.within(rows, due, None) == [0, 1, 2, 3]
     with pytest.raises(BenchError, match="no request is due"):
         plan.within(rows[1:2], np.array([5_000_000_000]), 1.0)
+
+
+def test_a_class_alone_has_the_rows_of_its_class_and_says_so():
+    rows = [Request(1, 1, request_class=c) for c in ("chat", "batch", "chat", "chat")]
+    assert plan.of_class(rows, [0, 1, 2], "chat") == [0, 2]
+    with pytest.raises(BenchError, match="none of the 1 requests of a cell is of the class 'batch'"):
+        plan.of_class(rows, [3], "batch")
+    assert Load(rate=4.0, class_alone="chat").label == "rate=4/s [chat alone]"
+    assert Load(concurrency=8, class_alone="chat").label == "c=8 [chat alone]"
+    assert Load(speed=1.0, max_in_flight=3, class_alone="chat").label == "replay x1 cap=3 [chat alone]"
 
 
 def test_a_loop_without_an_end_is_refused():

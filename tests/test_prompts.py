@@ -1,5 +1,6 @@
 """Prompts: the planned number of tokens, the same text for the same key, another for any other."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,7 +141,7 @@ def test_ids_that_agree_in_32_bits_are_different_texts() -> None:
 
 
 def test_text_that_the_trace_brings_is_left_alone() -> None:
-    for own in ({"prompt": "x"}, {"messages": ({"role": "user"},)}, {"prompt_token_ids": (1, 2)}):
+    for own in ({"prompt": "x"}, {"messages": ({"role": "user"},)}, {"prompt_token_ids": (1, 2)}, {"body": {}}):
         request = Request(50, 1, **own)  # type: ignore[arg-type]
         assert fill(request, "s", 0, WORD_TOKENS) is request
 
@@ -254,3 +256,151 @@ def test_a_tokenizer_that_the_library_refuses_is_one_sentence(tmp_path):
         assert str(caught.value).startswith(f"{path}: ")
     with pytest.raises(BenchError, match="No such file"):
         prompts.exact(tmp_path / "none.json")
+
+
+# -- histories --------------------------------------------------------------------------------------------------------
+
+
+def conversation(sizes: list[tuple[int, int]]) -> list[Request]:
+    """Turns of (what the user adds, the answer)."""
+    rows, said = [], 0
+    for k, (new, out) in enumerate(sizes):
+        rows.append(Request(said + new, out, session="s", turn=k, tokens_new=new if k else 0))
+        said += new + out
+    return rows
+
+
+def told(rows: list[Request], sizer: Sizer, salt: str = "s") -> list[str]:
+    """The whole text of each turn, with answers made up."""
+    filled = [fill(rows[0], salt, 0, sizer)]
+    for k, row in enumerate(rows[1:], 1):
+        filled.append(prompts.continued(filled[-1], row, salt, (k - 1, k), sizer))
+    return [r.prompt or "" for r in filled]
+
+
+turns = st.lists(st.tuples(st.integers(5, 60), st.integers(1, 60)), min_size=2, max_size=6)
+
+
+@given(turns, st.sampled_from([WORD_TOKENS, BYTES, CHAT_BYTES, replace(WORD_TOKENS, template=3)]))
+def test_a_recorded_history_has_the_lengths_of_the_trace_and_each_turn_begins_with_the_one_before(
+    sizes: list[tuple[int, int]], sizer: Sizer
+) -> None:
+    rows = conversation([(sizes[0][0] + 25, sizes[0][1]), *sizes[1:]])
+    whole = told(rows, sizer)
+    for row, made in zip(rows, whole, strict=True):
+        counted = len(made) if sizer.cuts_words else len(made.split(" "))
+        around = 21 if sizer is CHAT_BYTES else sizer.template
+        assert counted + around == row.tokens_in
+    assert all(after.startswith(before) for before, after in itertools.pairwise(whole))
+
+
+def test_case_26_cumulative_and_new_prompts_are_sent_at_their_lengths() -> None:
+    cumulative = conversation([(100, 50), (40, 30), (40, 10)])
+    assert [len(made.split(" ")) for made in told(cumulative, WORD_TOKENS)] == [100, 190, 260]
+    new = conversation([(100, 50), (190, 30), (260, 10)])
+    assert [len(made.split(" ")) for made in told(new, WORD_TOKENS)] == [100, 340, 630]
+
+
+def test_a_made_up_answer_has_the_recorded_length_and_is_no_users_text() -> None:
+    row = Request(100, 30, session="s", turn=1, tokens_new=30)
+    made = prompts.answer_text(row, "s", 3, WORD_TOKENS)
+    assert len(made.split(" ")) == 30
+    assert len(prompts.answer_text(row, "s", 3, CHAT_BYTES)) == 30
+    assert made != turn_text(row, "s", 3, WORD_TOKENS)
+    assert made == prompts.answer_text(row, "s", 3, WORD_TOKENS) != prompts.answer_text(row, "t", 3, WORD_TOKENS)
+
+
+def test_a_recorded_history_is_exact_under_an_uneven_tokenizer_too(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer = tokenizer_file(path, 60)
+    sizer = Sizer.from_tokenizer(path)
+    assert sizer.tokenizer is not None
+    for salt in ("a", "b", "c"):
+        rows = conversation([(31, 17), (23, 40), (19, 8), (50, 1)])
+        whole = told(rows, sizer, salt)
+        assert [len(tokenizer.encode(made).ids) for made in whole] == [r.tokens_in for r in rows]
+        assert all(after.startswith(before) for before, after in itertools.pairwise(whole))
+
+
+# -- round trip -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words_that_tokenise_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Sizer]:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    return tokenizer_file(path, 400), Sizer.from_tokenizer(path)
+
+
+@given(ids=st.lists(st.integers(0, 4), min_size=1, max_size=5), last=st.integers(1, 16), salt=st.text(max_size=3))
+def test_text_of_blocks_tokenises_to_its_blocks(
+    words_that_tokenise_alone: tuple[Any, Sizer], ids: list[int], last: int, salt: str
+) -> None:
+    tokenizer, sizer = words_that_tokenise_alone
+    request = Request(16 * (len(ids) - 1) + last, 1, hash_ids=tuple(ids), block_size=16)
+    tokens = tokenizer.encode(text(request, salt, sizer=sizer)).ids
+    assert len(tokens) == request.tokens_in
+    for k, i in enumerate(ids):  # a block's tokens depend on its id alone; only a text's first word has no space
+        before = (99,) if k else ()
+        alone = Request(16 * len((*before, i)), 1, hash_ids=(*before, i), block_size=16)
+        want = tokenizer.encode(text(alone, salt, sizer=sizer)).ids[-16:]
+        got = tokens[16 * k : 16 * (k + 1)]
+        assert got == want[: len(got)]
+
+
+# -- token ids --------------------------------------------------------------------------------------------------------
+
+
+def test_plain_ids_are_letters_of_the_vocabulary_and_no_marks(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer = tokenizer_file(path, 400)
+    tokenizer.add_special_tokens(["<s>", "eos"])
+    tokenizer.add_tokens(["added"])
+    tokenizer.save(str(path))
+    ids = prompts.plain_ids(path).tolist()
+    assert len(ids) == len(set(ids)) > 400
+    assert max(ids) < tokenizer.get_vocab_size(with_added_tokens=False)
+    texts = [tokenizer.decode([i]).strip(" ") for i in ids]
+    assert all(t.isascii() and t.isalpha() for t in texts)
+    assert not {"added", "eos"} & set(texts)
+    found = prompts.exact(path, token_ids=True).ids
+    assert found is not None
+    assert found.tolist() == ids
+    assert prompts.exact(path).ids is None
+
+
+def test_a_vocabulary_without_letters_gives_no_ids(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0, "a": 1}, unk_token="1")).save(str(path))
+    with pytest.raises(BenchError, match="1 tokens are plain letters, expected 26 or more"):
+        prompts.plain_ids(path)
+
+
+IDS = np.arange(1000, 1300)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 16))
+def test_token_ids_are_exact_shared_by_blocks_and_salted(blocks: list[int], last: int) -> None:
+    request = Request(16 * (len(blocks) - 1) + last, 1, hash_ids=tuple(blocks), block_size=16)
+    made = prompts.fill_ids(request, "s", 0, IDS).prompt_token_ids
+    assert made is not None
+    assert len(made) == request.tokens_in
+    assert set(made) <= set(IDS.tolist())
+    for k, i in enumerate(blocks):
+        whole = prompts.fill_ids(Request(16, 1, hash_ids=(i,), block_size=16), "s", 7, IDS).prompt_token_ids
+        assert made[16 * k : 16 * (k + 1)] == (whole or ())[: len(made) - 16 * k]
+    if len(made) > 3:
+        assert made != prompts.fill_ids(request, "t", 0, IDS).prompt_token_ids
+        plain = replace(request, hash_ids=(), block_size=0)
+        assert prompts.fill_ids(plain, "s", 0, IDS) != prompts.fill_ids(plain, "s", 1, IDS)
+
+
+@given(turns)
+def test_token_ids_of_a_conversation_have_its_lengths_and_continue_each_other(sizes: list[tuple[int, int]]) -> None:
+    rows = conversation(sizes)
+    filled = [prompts.fill_ids(rows[0], "s", 0, IDS)]
+    for k, row in enumerate(rows[1:], 1):
+        filled.append(prompts.continued_ids(filled[-1], row, "s", (k - 1, k), IDS))
+    ids = [r.prompt_token_ids or () for r in filled]
+    assert [len(i) for i in ids] == [r.tokens_in for r in rows]
+    assert all(after[: len(before)] == before for before, after in itertools.pairwise(ids))

@@ -1,0 +1,142 @@
+"""What a request says in each protocol: its body as JSON, made from its parts or as it was captured.
+
+No I/O and no clock. Field names are OpenAI's (https://platform.openai.com/docs/api-reference), extensions vLLM's.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from llm_bench.errors import BenchError
+from llm_bench.request import Request
+
+JsonObject = dict[str, Any]  # of a peer's or a trace's: every value is checked before it is used
+
+
+class Ask(NamedTuple):
+    """What is sent with every request of a cell, decided by the target's probe and the user."""
+
+    model: str
+    stream: bool = True
+    include_usage: bool = True  # stream_options.include_usage, where the target takes it
+    pin_lengths: bool = True  # ignore_eos + min_tokens, where the target takes them
+    extra: Mapping[str, Any] = {}  # put into every body
+
+
+class Asked(NamedTuple):
+    """What a request's final body asks of its answer's length."""
+
+    out: int | None  # tokens of each choice at most; None: left to the server
+    pinned: bool  # fewer are not allowed either: ignore_eos and min_tokens, and nothing to stop at
+    choices: int
+
+
+def encode_chat(request: Request, ask: Ask) -> bytes:
+    if request.body is not None:
+        return _captured(request, ask)
+    if request.messages is not None:
+        messages = [dict(m) for m in request.messages]
+    elif request.prompt is not None:
+        messages = [{"role": "user", "content": request.prompt}]
+    else:
+        raise BenchError(f"line {request.line}: {unsayable(request, 'openai-chat')}")
+    return _body({"messages": messages}, request, ask)
+
+
+def encode_completions(request: Request, ask: Ask) -> bytes:
+    if request.body is not None:
+        return _captured(request, ask)
+    if request.prompt_token_ids is not None:
+        return _body({"prompt": request.prompt_token_ids}, request, ask)
+    if request.prompt is None:
+        raise BenchError(f"line {request.line}: {unsayable(request, 'openai-completions')}")
+    return _body({"prompt": request.prompt}, request, ask)
+
+
+def _body(what: JsonObject, request: Request, ask: Ask) -> bytes:
+    """What the trace asks for in `extra` wins over what the user asks for every request, and that over ours."""
+    # A trace's model is the one that its traffic once met ("GPT-4"); the target serves its own.
+    body: JsonObject = {"model": ask.model or request.model, **what, "stream": ask.stream, "temperature": 0}
+    if ask.stream and ask.include_usage:
+        body["stream_options"] = {"include_usage": True}
+    if request.tokens_out is not None:
+        body["max_tokens"] = request.tokens_out
+        if ask.pin_lengths:
+            body |= {"ignore_eos": True, "min_tokens": request.tokens_out}
+    if request.priority:
+        body["priority"] = request.priority
+    return _dumped({**body, **ask.extra, **request.extra}, request)
+
+
+def _final_body(request: Request, ask: Ask) -> JsonObject:
+    """A captured body as it is sent: its own fields but for model, stream and stream_options, which are ours.
+
+    What the target's `extra` has and the body has not is added, since the user wants it in every request.
+    """
+    body = {**ask.extra, **(request.body or {}), **request.extra}
+    body |= {"model": ask.model or body.get("model"), "stream": ask.stream}
+    options = [o for o in (ask.extra.get("stream_options"), body.pop("stream_options", None)) if isinstance(o, dict)]
+    if ask.stream and ask.include_usage:
+        body["stream_options"] = {key: value for option in options for key, value in option.items()}
+        body["stream_options"]["include_usage"] = True
+    return body
+
+
+def _captured(request: Request, ask: Ask) -> bytes:
+    return _dumped(_final_body(request, ask), request)
+
+
+def _dumped(body: JsonObject, request: Request) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError as e:
+        raise BenchError(f"line {request.line}: this request cannot be written as JSON: {e}") from None
+
+
+# What holds the prompt in a body of each API, and where such a body goes; "": no row of DIALECTS speaks it.
+_PROMPT_KEYS = {"messages": "openai-chat", "prompt": "openai-completions", "input": "", "contents": "", "inputs": ""}
+
+
+def unsayable(request: Request, api: str) -> str:
+    """Why a protocol cannot say what the request brings, in words; "" where it can. `api` is a row of DIALECTS."""
+    if request.body is not None:
+        right = next(key for key, name in _PROMPT_KEYS.items() if name == api)
+        found = [key for key in _PROMPT_KEYS if request.body.get(key) is not None]
+        kinds = (list,) if right == "messages" else (str, list)
+        if found == [right] and isinstance(request.body[right], kinds) and request.body[right]:
+            return ""
+        elsewhere = " or ".join(_PROMPT_KEYS[key] for key in found if key != right and _PROMPT_KEYS[key])
+        hint = f"; send it to an {elsewhere} target" if elsewhere else ""
+        return f"its body has {' and '.join(found) or 'no prompt'}, {api} needs {right}, alone and not empty{hint}"
+    if api == "openai-chat" and request.prompt_token_ids is not None:
+        return "a chat needs messages or a prompt; token ids go to openai-completions"
+    if api == "openai-completions" and request.messages is not None:
+        return "completions take a prompt or token ids; messages go to openai-chat"
+    return ""
+
+
+def asked(request: Request, ask: Ask) -> Asked:
+    """What stands in the body after `extra`: the trace's wins over the target's, and that over what we would ask.
+
+    A captured body says all of it: nothing is pinned there that it does not pin.
+    """
+    pin = ask.pin_lengths and request.tokens_out is not None
+    ours = {"max_tokens": request.tokens_out} | ({"ignore_eos": True, "min_tokens": request.tokens_out} if pin else {})
+    body: Mapping[str, Any] = {**ours, **ask.extra, **request.extra}
+    if request.body is not None:
+        body = _final_body(request, ask)
+    out = whole(body.get("max_completion_tokens"), whole(body.get("max_tokens")))  # servers take the newer name first
+    free = body.get("ignore_eos") is not True or bool(body.get("stop") or body.get("stop_token_ids"))
+    pinned = not free and out is not None and (whole(body.get("min_tokens")) or 0) >= out
+    return Asked(out, pinned, (whole(body.get("n")) or 1) * _prompts(body.get("prompt")))
+
+
+def _prompts(prompt: Any) -> int:
+    """A completions body may hold several prompts, each with choices of its own; a list of numbers is one of ids."""
+    return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+
+
+def whole(value: Any, other: int | None = None) -> int | None:
+    """The value where it is a count that a record can hold, else `other`."""
+    return value if type(value) is int and 0 <= value < 2**31 else other

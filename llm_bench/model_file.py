@@ -1,0 +1,196 @@
+"""save(model), load(path): a Model as a file, each value of which is checked before anything is made of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llm_bench.errors import BenchError
+from llm_bench.fields import found
+from llm_bench.fit import (
+    CUTS,
+    EVENEST,
+    MOST_BINS,
+    MOST_CONVERSATIONS,
+    MOST_LEAVES,
+    MOST_LEVELS,
+    MOST_STREAMS,
+    SOURCES,
+    Arrivals,
+    Conversation,
+    Model,
+    Stream,
+    Turn,
+)
+from llm_bench.request import LONGEST_S, MOST_TOKENS
+
+VERSION = 1
+MOST_ARRIVALS = 20_000_000  # of one pass of a profile
+
+
+def save(model: Model, path: Path | str) -> None:
+    """The model as one JSON object, of the same bytes wherever it is written."""
+    values: dict[str, Any] = {
+        "llm_bench_model": VERSION,
+        "block_size": model.block_size,
+        "requests": model.requests,
+        "conversations": model.conversations,
+        "notes": list(model.notes),
+        "turn": list(Turn._fields),
+        "streams": [
+            {
+                "arrivals": a
+                and {"span_s": a.span_s, "rates": list(a.rates), "splits": list(a.splits), "shape": a.shape},
+                "conversations": [
+                    [c.client, c.request_class, c.priority, [list(turn) for turn in c.turns]] for c in s.conversations
+                ],
+            }
+            for s in model.streams
+            for a in [s.arrivals]
+        ],
+    }
+    try:
+        Path(path).write_text(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise BenchError(f"{path}: cannot be written: {e.strerror}") from None
+
+
+def load(path: Path | str) -> Model:
+    """The model that save wrote. Raises BenchError naming the file and the key of what cannot be right."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+        return _model(values)
+    except OSError as e:
+        raise BenchError(f"{path}: cannot be read: {e.strerror}") from None
+    except RecursionError:
+        raise BenchError(f"{path}: JSON nested too deeply, expected a model as `trace fit` writes it") from None
+    except ValueError as e:  # JSON's, UTF-8's and ours
+        raise BenchError(f"{path}: {e}") from None
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _model(values: object) -> Model:
+    keys = ["llm_bench_model", "block_size", "requests", "conversations", "notes", "turn", "streams"]
+    version = values.get("llm_bench_model") if isinstance(values, dict) else None
+    if version != VERSION:
+        raise ValueError(f"llm_bench_model is {found(version, f'{VERSION}: a model as `trace fit` writes it')}")
+    top = _object(values, "the file", keys)
+    if top["turn"] != list(Turn._fields):
+        raise ValueError(f"turn is {found(top['turn'], str(list(Turn._fields)))}")
+    streams = [_stream(s, f"streams[{i}]") for i, s in enumerate(_list(top["streams"], "streams", MOST_STREAMS + 1))]
+    if not streams:
+        raise ValueError("streams is empty, expected one at least")
+    timed = {s.arrivals is not None for s in streams}
+    if len(timed) > 1:
+        raise ValueError("streams have arrivals in part, expected all or none")
+    return Model(
+        _whole(top["block_size"], "block_size", MOST_TOKENS),
+        _whole(top["requests"], "requests", 10**12),
+        _whole(top["conversations"], "conversations", 10**12, 1),
+        tuple(streams),
+        tuple(_text(x, f"notes[{i}]") for i, x in enumerate(_list(top["notes"], "notes", 100))),
+    )
+
+
+def _stream(values: object, at: str) -> Stream:
+    stream = _object(values, at, ["arrivals", "conversations"])
+    arrivals = None if stream["arrivals"] is None else _arrivals(stream["arrivals"], f"{at}.arrivals")
+    rows = _list(stream["conversations"], f"{at}.conversations", MOST_CONVERSATIONS)
+    if not rows:
+        raise ValueError(f"{at}.conversations is empty, expected one at least")
+    return Stream(arrivals, tuple(_row(row, f"{at}.conversations[{i}]") for i, row in enumerate(rows)))
+
+
+def _arrivals(values: object, at: str) -> Arrivals:
+    a = _object(values, at, ["span_s", "rates", "splits", "shape"])
+    rates = _numbers(a["rates"], f"{at}.rates", 1e9, MOST_BINS)
+    levels = enumerate(_list(a["splits"], f"{at}.splits", MOST_LEVELS))
+    splits = tuple(_thirds(x, f"{at}.splits[{i}]") for i, x in levels)
+    if len(rates) * 2 ** len(splits) > MOST_LEAVES:
+        raise ValueError(f"{at}.splits: {len(rates)} bins of 2^{len(splits)} parts, expected {MOST_LEAVES:,} at most")
+    span_s, shape = _number(a["span_s"], f"{at}.span_s", LONGEST_S), _number(a["shape"], f"{at}.shape", EVENEST)
+    if not span_s or shape < 1:
+        raise ValueError(f"{at}: span_s {span_s:g}, shape {shape:g}; expected above 0, and 1 to {EVENEST:g}")
+    expected = sum(rates) / len(rates) * span_s if rates else 0.0
+    if not 1 <= expected <= MOST_ARRIVALS:
+        raise ValueError(f"{at}.rates give {expected:,.4g} arrivals in span_s, expected 1 to {MOST_ARRIVALS:,}")
+    return Arrivals(span_s, rates, splits, shape)
+
+
+def _thirds(values: object, at: str) -> tuple[float, float, float]:
+    rhos = _numbers(values, at, 1.0, len(CUTS) + 1)
+    if len(rhos) != len(CUTS) + 1:
+        raise ValueError(f"{at} has {len(rhos)} numbers, expected {len(CUTS) + 1}")
+    return rhos[0], rhos[1], rhos[2]
+
+
+def _row(values: object, at: str) -> Conversation:
+    row = _list(values, at, 4)
+    if len(row) != 4:
+        raise ValueError(f"{at} has {len(row)} values, expected client, class, priority, turns")
+    many = _list(row[3], f"{at}[3]", 100_000)
+    if not many:
+        raise ValueError(f"{at} has no turn, expected one at least")
+    turns = tuple(_turn(x, f"{at}[3][{i}]") for i, x in enumerate(many))
+    client = _whole(row[0], f"{at}[0]", 10**9)
+    if type(row[2]) is not int or not -(2**31) <= row[2] < 2**31:
+        raise ValueError(f"{at}[2] is {found(row[2], 'a priority, a whole number of 32 bits')}")
+    if not turns[0].tokens:
+        raise ValueError(f"{at}[3][0][0] is 0, expected a prompt of one token at least")
+    return Conversation(client, _text(row[1], f"{at}[1]"), row[2], turns)
+
+
+def _turn(values: object, at: str) -> Turn:
+    turn = _list(values, at, len(Turn._fields))
+    if len(turn) != len(Turn._fields):
+        raise ValueError(f"{at} has {len(turn)} values, expected {', '.join(Turn._fields)}")
+    tokens, out, think_s, after_s, source, shared, lag = turn
+    if source not in SOURCES:
+        raise ValueError(f"{at}[4] is {found(source, 'one of ' + ', '.join(SOURCES))}")
+    return Turn(
+        _whole(tokens, f"{at}[0]", MOST_TOKENS),
+        None if out is None else _whole(out, f"{at}[1]", MOST_TOKENS, 1),
+        None if think_s is None else _number(think_s, f"{at}[2]", LONGEST_S),
+        None if after_s is None else _number(after_s, f"{at}[3]", LONGEST_S),
+        source,
+        _whole(shared, f"{at}[5]", MOST_TOKENS),
+        _number(lag, f"{at}[6]", 1e12),
+    )
+
+
+def _object(value: object, at: str, keys: list[str]) -> dict[str, Any]:
+    if not isinstance(value, dict) or set(value) != set(keys):
+        has = list(value) if isinstance(value, dict) else value
+        raise ValueError(f"{at} has {found(has, f'the keys {keys}')}")
+    return value
+
+
+def _list(value: object, at: str, most: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        has = f"a list of {len(value):,}" if isinstance(value, list) else value
+        raise ValueError(f"{at} is {found(has, f'a list of {most:,} at most')}")
+    return value
+
+
+def _text(value: object, at: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{at} is {found(value, 'text')}")
+    return value
+
+
+def _whole(value: object, at: str, most: int, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{at} is {found(value, f'a whole number, {least} to {most:,}')}")
+    return value
+
+
+def _number(value: object, at: str, most: float) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{at} is {found(value, f'a number, 0 to {most:g}')}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _numbers(value: object, at: str, most: float, many: int) -> tuple[float, ...]:
+    return tuple(_number(x, f"{at}[{i}]", most) for i, x in enumerate(_list(value, at, many)))
