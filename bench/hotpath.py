@@ -16,17 +16,18 @@ from typing import Any
 
 from llm_bench import answer, clock
 from llm_bench.cell import Cell, Options
-from llm_bench.dialects import DIALECTS, Ask
-from llm_bench.driver import Flight
+from llm_bench.connection import Connection
+from llm_bench.dialects import DIALECTS, Ask, plain_reader
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
-from llm_bench.http1 import Response, Sse, events
+from llm_bench.flights import Flight
+from llm_bench.http1 import Response, events
 from llm_bench.plan import Load
 from llm_bench.probe import Probe
 from llm_bench.records import Writer
 from llm_bench.request import Request
 from llm_bench.retry import Tried
 from llm_bench.targets import Target
-from llm_bench.wire import Wire, _Connection
+from llm_bench.wire import Wire
 
 URL = "http://127.0.0.1:1/v1"  # never connected to
 DIALECT = DIALECTS["openai-chat"]
@@ -78,7 +79,7 @@ class Way:
     def __init__(self, tokens: int, one_event: bool, folder: Path) -> None:
         self.tokens, self.reads = tokens, reads_of(tokens, one_event)
         self.wire = Wire(URL, DIALECT.path, [], Timeouts(), DIALECT.is_token)
-        self.connection = _Connection(self.wire)
+        self.connection = Connection(self.wire.pool)
         self.connection.transport = _NoSocket()  # type: ignore[assignment]
         ask = Ask("m")
         found = Probe(
@@ -104,7 +105,7 @@ class Way:
         exchange = self.asked()
         self.read()
         assert exchange.ended == COMPLETE, exchange.error
-        self.wire.idle.clear()
+        self.wire.pool.idle.clear()
         return exchange
 
     def flight(self) -> Flight:
@@ -116,13 +117,12 @@ class Way:
             response.feed(data)
 
     def split(self, exchange: Exchange) -> None:
-        feed = Sse().feed
-        for piece in exchange.pieces:
-            feed(piece)
+        events(exchange.read_ns, exchange.pieces)
 
     def decode(self, data: Sequence[bytes]) -> None:
+        plain = plain_reader(DIALECT)
         for event in data:
-            if DIALECT.plain(event) is None:
+            if plain(event) is None:
                 DIALECT.decode(event)
 
     def understand(self, exchange: Exchange) -> None:
@@ -145,7 +145,7 @@ def nanoseconds(way: Way, answers: int, repeats: int) -> dict[str, float]:
                 begun = time.perf_counter_ns()
                 work(what)
                 spent += time.perf_counter_ns() - begun
-                way.wire.idle.clear()
+                way.wire.pool.idle.clear()
             best = min(best, spent)
         return best / (answers * way.tokens)
 
@@ -188,7 +188,7 @@ def calls(way: Way) -> dict[str, float]:
     way.read()
     way.record(Flight(0, 1, 1, Tried(exchange, 1, exchange, 0)))
     sys.setprofile(None)
-    way.wire.idle.clear()
+    way.wire.pool.idle.clear()
     return {"python_calls": counts["call"] / way.tokens, "c_calls": counts["c_call"] / way.tokens}
 
 

@@ -13,6 +13,7 @@ from llm_bench.cli_run import run, slo_code
 from llm_bench.errors import BenchError
 from llm_bench.options import (
     Api,
+    As,
     Ca,
     Deadlines,
     FailOnSlo,
@@ -22,6 +23,8 @@ from llm_bench.options import (
     MaxLen,
     Metrics,
     Model,
+    Output,
+    Proxy,
     Ready,
     SloText,
     TargetsFile,
@@ -81,20 +84,29 @@ def report(
     metrics: Metrics = "",
     slo: SloText = "",
     deadlines: Deadlines = "",
+    others: As = "",
     format: Format = "terminal",  # noqa: A002
+    output: Output = None,
     fail_on_slo: FailOnSlo = False,
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
 ) -> None:
     """Read what runs recorded, and say what it means."""
-    from llm_bench import objectives, results
+    from llm_bench import as_tools, objectives, parquet, results
     from llm_bench import report as reports
 
-    agreed = objectives.parse(slo, deadlines)
-    asked = results.Asked(reports.parse_metrics(metrics), agreed)
-    reports.check_format(format)
+    asked = results.Asked(reports.parse_metrics(metrics), objectives.parse(slo, deadlines), as_tools.parse(others))
+    if format == "parquet" and output is None:
+        raise BenchError("--format parquet: expected -o FILE, since a terminal cannot show it")
+    if format != "parquet":
+        reports.check_format(format)
     found = [results.load_run(path) for path in runs or [results.newest(Path("runs"))]]
-    terminal.show(reports.render(found, asked, format))
-    verdicts = [results.verdict(run, agreed) for run in found]
+    if format == "parquet" and output is not None:
+        parquet.write(found, asked, output)
+    elif output is not None:
+        terminal.save(output, reports.render(found, asked, format))
+    else:
+        terminal.show(reports.render(found, asked, format))
+    verdicts = [results.verdict(run, asked.slo) for run in found]
     codes = {slo_code(verdict) for verdict in verdicts if fail_on_slo}
     if code := 1 if 1 in codes else 3 if 3 in codes or (fail_on_doubt and any(v.doubts for v in verdicts)) else 0:
         raise typer.Exit(code)
@@ -105,9 +117,7 @@ def list_targets(context: typer.Context, targets_file: TargetsFile = Path("targe
     from llm_bench import targets as known
 
     if context.invoked_subcommand is None:
-        found = known.parse(",".join(known.names(targets_file)), targets_file, {})
-        lines = [f"{t.name}  {t.url or 'built in, started for a run'}  {t.api}\n" for t in found]
-        terminal.show("".join(lines))
+        terminal.show("".join(f"{line}\n" for line in known.listing(targets_file)))
 
 
 @targets_app.command("check")
@@ -121,6 +131,7 @@ def check(
     max_model_len: MaxLen = 0,
     ca: Ca = "",
     insecure: Insecure = False,
+    proxy: Proxy = "",
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
 ) -> None:

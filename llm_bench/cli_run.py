@@ -22,6 +22,7 @@ from llm_bench.options import (
     MaxLen,
     Metrics,
     Model,
+    Proxy,
     Ready,
     SkipBad,
     SloText,
@@ -135,6 +136,7 @@ def run(
     max_model_len: MaxLen = 0,
     ca: Ca = "",
     insecure: Insecure = False,
+    proxy: Proxy = "",
     connect_per_request: Annotated[
         bool, typer.Option("--connect-per-request", help="A new connection for each request.")
     ] = False,

@@ -19,6 +19,9 @@ STALL_TIMEOUT = "stall_timeout"  # after the first token, no data or comment byt
 TOTAL_TIMEOUT = "total_timeout"
 PROTOCOL_ERROR = "protocol_error"  # what came is not HTTP/1.1
 
+ANSWERED = frozenset((COMPLETE, CLOSED))  # a whole message came, whatever it says
+NOT_CONNECTED = frozenset((CONNECT_ERROR, CONNECT_TIMEOUT))  # nothing was sent
+
 
 @dataclass(frozen=True)
 class Timeouts:

@@ -42,12 +42,30 @@ def rows(run: Run, asked: Asked) -> Iterator[dict[str, Any]]:
                     "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
                     "run": run.path.name,
                 }
+        yield from _tool_rows(run, sheet)
     for m in run.missing:
         for name in asked.names:
             unit = metrics.parse(name).unit
             yield {"target": m.target, "load": m.load, "metric": name, "unit": unit, "state": "missing"} | {
                 "doubts": 1,
                 "label": m.why,
+                "run": run.path.name,
+            }
+
+
+def _tool_rows(run: Run, sheet: Sheet) -> Iterator[dict[str, Any]]:
+    for table in sheet.as_tools:
+        for line in table.lines:
+            bounds = [] if line.least is None else [f"between {line.least} and {line.most}"]
+            yield {
+                "target": sheet.measured.target,
+                "load": sheet.measured.load,
+                "class": "",
+                "metric": f"{table.tool}: {line.name}",
+                "value": line.value,
+                "unit": line.unit,
+                "n": table.requests,
+                "label": "; ".join([f"ours: {line.ours}", line.why, *bounds, *([line.reason] if line.reason else [])]),
                 "run": run.path.name,
             }
 
@@ -100,6 +118,10 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
             for name, of in sheet.by_class.items()
         },
         "slo": [_judged_document(j) for j in sheet.judged],
+        "as_tools": {
+            table.tool: table._asdict() | {"lines": [line._asdict() for line in table.lines]}
+            for table in sheet.as_tools
+        },
         "doubts": [d._asdict() for d in sheet.doubts],
         "end": dict(m.end),
     }

@@ -3,12 +3,14 @@
 No socket and no clock. `Response` takes the reads of a connection, `Sse` the body pieces that it gives back.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import httptools
 
 _BOM = b"\xef\xbb\xbf"
+_DATA = b"data: "  # as LLM servers begin an event
+_BETWEEN = b"\n\ndata: "  # as one ends and the next begins
 # Spaces that pad a chunk's size (some proxies) are no reason to lose an answer: RFC 9112 7.1.1 lets readers skip them.
 # Older versions of httptools cannot be told; llhttp has no leniency for spaces within an extension.
 _LENIENT = hasattr(httptools.HttpResponseParser, "set_dangerous_leniencies")
@@ -22,11 +24,19 @@ class ProtocolError(ValueError):
         self.pieces = list(pieces)
 
 
+FRAMING_ERRORS = (ProtocolError, httptools.HttpParserError, httptools.HttpParserUpgrade)
+
+
+def _after_the_end(data: bytes) -> None:
+    if data.strip(b"\r\n"):  # RFC 9112 2.2: an empty line between messages is to be ignored
+        raise ProtocolError(f"bytes after the end of the response: {data[:60]!r}")
+
+
 class Response:
     """One response to a POST, framed by llhttp (RFC 9112). Interim 1xx responses are skipped.
 
-    The C parser calls `list.append` for a body piece, so a read costs one Python call, whatever it holds. The parser
-    and this object hold each other; it is let go at the end, so that no request waits for the garbage collector.
+    The C parser calls `list.append` for a body piece, so a read costs no call of Python's, whatever it holds. The
+    parser and this object hold each other; it is let go at the end, so that no request waits for the garbage collector.
     """
 
     __slots__ = (
@@ -38,50 +48,53 @@ class Response:
         "headers",
         "keep_alive",
         "on_body",
+        "parse",
         "status",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: list[bytes] | None = None) -> None:
+        """`pieces`: the list to which the body is appended as it comes; None: one of our own, for `feed`."""
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []  # names in lower case
         self.head_done = False
         self.complete = False
         self.keep_alive = False  # what the head promises; llama.cpp promises and closes all the same
         self.close_delimited = False  # neither Content-Length nor chunked: the body ends when the peer closes
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes] = [] if pieces is None else pieces
         self.on_body = self._pieces.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         if _LENIENT:
             self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)
+        # The parser's own method, for who reads a token at a time: `failure` says what a FRAMING_ERROR of it means.
+        self.parse: Callable[[bytes], object] = self._parser.feed_data
 
     def feed(self, data: bytes) -> list[bytes]:
         """The body pieces that this read completed. Raises ProtocolError, also for bytes after the end."""
-        if self._parser is None:
-            if data.strip(b"\r\n"):  # RFC 9112 2.2: an empty line between messages is to be ignored
-                raise ProtocolError(f"bytes after the end of the response: {data[:60]!r}")
-            return []
+        before = len(self._pieces)
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
-            self._parser = None
-            raise ProtocolError(self._reason(e, data), self._take()) from None
+            self.parse(data)
+        except FRAMING_ERRORS as e:
+            raise ProtocolError(self.failure(e, data), self._pieces[before:]) from None
         if self.complete:
-            self._parser = None
-        return self._take() if self._pieces else []
+            self.let_go()
+        return self._pieces[before:]
+
+    def let_go(self) -> None:
+        """Nothing more is expected: only empty lines are no failure now."""
+        self._parser, self.parse = None, _after_the_end
 
     def eof(self) -> bool:
         """The peer closed: is that a proper end of this response?"""
         if self.head_done and self.close_delimited:
             self.complete = True
-        self._parser = None
+        self.let_go()
         return self.complete
 
-    def _take(self) -> list[bytes]:
-        pieces = self._pieces.copy()
-        self._pieces.clear()  # the parser holds this list's append
-        return pieces
-
-    def _reason(self, e: Exception, data: bytes) -> str:
+    def failure(self, e: Exception, data: bytes) -> str:
+        """What is wrong with the read at which `parse` raised `e`; the response is over."""
+        self.let_go()
+        if isinstance(e, ProtocolError):
+            return str(e)
         if self.complete:
             return f"bytes after the end of the response, in the read {data[:60]!r}"
         if isinstance(e, httptools.HttpParserUpgrade):
@@ -234,6 +247,10 @@ def events(read_ns: Sequence[int], pieces: Sequence[bytes]) -> Events:
     if b"\r" in body or body.startswith(_BOM):
         return _events_by_piece(read_ns, pieces)
     # The same in one go: where an event ends in the body tells in which read it did.
+    if body.startswith(_DATA) and body.endswith(b"\n\n"):
+        lines = body[len(_DATA) : -2].split(_BETWEEN)
+        if all(lines) and b"\n" not in b"".join(lines):  # then each is one line, and there is nothing else in the body
+            return Events(_stamped(read_ns, pieces, lines), 0, b"", {})
     sse = Sse()
     blocks = body.split(b"\n\n")
     rest = blocks.pop()
@@ -259,6 +276,25 @@ def events(read_ns: Sequence[int], pieces: Sequence[bytes]) -> Events:
                 append((ns, data))
             _note_names(sse, len(stamped) - 1, names)
     return Events(stamped, sse.comments, rest, names)
+
+
+def _stamped(read_ns: Sequence[int], pieces: Sequence[bytes], data: list[bytes]) -> list[tuple[int, bytes]]:
+    """The data of events that are one line each, with the stamp of the read that completed them."""
+    lengths = [len(one) + len(_BETWEEN) for one in data]
+    if lengths == [len(piece) for piece in pieces]:  # an event a read
+        return list(zip(read_ns, data, strict=True))
+    if len(pieces) == 1:
+        return [(read_ns[0], one) for one in data]
+    read, end, edge, ns = -1, 0, 0, 0
+    stamped: list[tuple[int, bytes]] = []
+    for length, one in zip(lengths, data, strict=True):
+        end += length
+        while edge < end:
+            read += 1
+            edge += len(pieces[read])
+            ns = read_ns[read]
+        stamped.append((ns, one))
+    return stamped
 
 
 def _events_by_piece(read_ns: Sequence[int], pieces: Sequence[bytes]) -> Events:

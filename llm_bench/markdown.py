@@ -6,6 +6,7 @@ from llm_bench.metrics import Value
 from llm_bench.results import Asked, Run, sheets
 from llm_bench.words import (
     SHORT,
+    TOOL_HEADS,
     by_target,
     legend,
     number,
@@ -13,6 +14,9 @@ from llm_bench.words import (
     shown_outcomes,
     table_lines,
     title,
+    tool_remarks,
+    tool_rows,
+    tool_title,
     verdict_line,
     warnings,
 )
@@ -39,6 +43,11 @@ def text(run: Run, asked: Asked) -> str:
             lines += [f"- {_md(line)}" for line in remarks(sheet)]
             lines += [f"- **{_md(verdict_line(j))}**" for j in sheet.judged]
             lines += [_md_doubt(d) for d in sheet.doubts] or ["- no doubts"]
+            for tool in sheet.as_tools:
+                lines += ["", f"*{_md(tool_title(tool))}*", ""]
+                lines += [f"| {' | '.join(TOOL_HEADS)} |", "|---|---:|---|---:|---|"]
+                lines += [f"| {' | '.join(map(_md, row))} |" for row in tool_rows(tool)]
+                lines += ["", *(f"- {_md(line)}" for line in tool_remarks(tool))]
         lines.append("")
     lines += [_md_doubt(d) for d in run.own_doubts]
     return "\n".join(lines) + "\n"

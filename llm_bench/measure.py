@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +21,7 @@ from llm_bench.beside import Clerk, Say, Ticker, longest, progress
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
 from llm_bench.exchange import CONNECT_ERROR
+from llm_bench.flights import Flight, Gauge
 from llm_bench.host import cores
 from llm_bench.plan import Plan
 from llm_bench.records import DISK_ERRORS, OUTCOMES, Writer
@@ -162,13 +163,13 @@ def _drive(cell: Cell, work: Plan, facts: Mapping[str, Any], part: Part, live: S
     need = -(-(places or len(work)) // part.workers)
     limits.raise_file_limit(need + limits.OTHER_FILES, strict=places is not None)
     writer = Writer(cell.options.out / f"{part.name}.arrow", dict(facts))
-    gc.collect()
     gc.freeze()  # a collection over the whole plan would stop the loop for longer than a token takes
     try:
         return wire.run(_loop(cell, work, writer, part, live))
     finally:
-        gc.unfreeze()
         writer.close()
+        gc.unfreeze()
+        gc.collect()  # here and not before the drive, so that no first request waits for it
 
 
 async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -> dict[str, Any]:
@@ -182,7 +183,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
         stopped_by = stopped_by or reason
         stop.set()
 
-    def done(flight: driver.Flight) -> bool:
+    def done(flight: Flight) -> bool:
         nonlocal refused_in_a_row
         refused = flight.tried is not None and flight.tried.exchange.ended == CONNECT_ERROR
         refused_in_a_row = refused_in_a_row + 1 if refused else 0
@@ -209,13 +210,14 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
             cafile=cell.target.cafile or None,
             insecure=cell.target.insecure,
             reuse=not options.connect_per_request,
+            proxy=targets.proxy_of(cell.target, url),
         )
         for url in cell.target.urls
     ]
     first = part.worker % len(lines)  # else all workers would ask the same one at the same time
     turn = itertools.cycle(lines[first:] + lines[:first])
     send = retry.retrying(lambda *shot: next(turn).send(*shot), options.retries, options.timeouts.total_s)
-    gauge = driver.Gauge()
+    gauge = Gauge()
     start_ns = await board.wait_for_start(part.worker, stop) if board is not None else clock.now_ns()
     ticker = Ticker(cell, gauge, writer, part, live)
     beside = [asyncio.create_task(task) for task in (ticker.run(), ticker.watch_the_loop(), clerk.run())]
@@ -274,6 +276,8 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
     return {
         "reason": stopped_by or drive.reason,
         "start_ns": drive.start_ns,
+        "window_open_ns": drive.window_open_ns,
+        "window_close_ns": drive.window_close_ns,
         "turns_not_sent": drive.turns_not_sent,
         "cut": drive.cut,
         "peak_in_flight": gauge.peak,
@@ -309,6 +313,9 @@ def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: 
     end: dict[str, Any] = {
         "reason": next((r for r in ("target gone", "interrupted", "duration") if r in reasons), "exhausted"),
         "start_ns": min((e["start_ns"] for e in ends), default=0),
+        # Of a closed loop, whose slots are all workers': it opened once, and closed with the first slot of any.
+        "window_open_ns": _first(e["window_open_ns"] for e in ends),
+        "window_close_ns": _first(e["window_close_ns"] for e in ends),
         "worker_loop_lag_ms": [e["loop_lag_p99_ms"] for e in ends],
         "loop_lag_p99_ms": max((e["loop_lag_p99_ms"] for e in ends), default=0.0),
         "client_cpu_share": max((e["client_cpu_share"] for e in ends), default=0.0),  # of the busiest worker
@@ -337,6 +344,10 @@ def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: 
     return end
 
 
+def _first(stamps: Iterable[int]) -> int:
+    return min((ns for ns in stamps if ns), default=0)
+
+
 def _account_for(
     cell: Cell, facts: Mapping[str, Any], board: Board, dead: list[shards.Outcome]
 ) -> tuple[Counter[str], int]:
@@ -357,7 +368,7 @@ def _account_for(
         for row in np.flatnonzero(board.taken == outcome.worker + 1).tolist():
             if row in written:
                 continue
-            record = cell.record(driver.Flight(row, int(board.due_ns[row]), 0, None))
+            record = cell.record(Flight(row, int(board.due_ns[row]), 0, None))
             record.outcome, record.end_ns = "cut_at_end", now
             record.error = f"lost with worker {outcome.worker}, {outcome.died}"
             record.labels = ["lost with its worker"]

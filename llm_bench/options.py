@@ -15,6 +15,7 @@ KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the t
 Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
 Ca = Annotated[str, typer.Option(help="PEM file of a private authority for https.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Believe any https certificate; the records say so.")]
+Proxy = Annotated[str, typer.Option(help="http://HOST:PORT, env (as HTTP_PROXY and NO_PROXY say) or none.")]
 MaxLen = Annotated[int, typer.Option(help="Context limit in tokens; default: what the target says.")]
 Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
 Metrics = Annotated[str, typer.Option(help="Comma-separated names of README's table Metrics, e.g. ttft_p95.")]
@@ -32,7 +33,11 @@ Map = Annotated[str, typer.Option("--map", help="Columns of a plain table: at=ts
 Dejitter = Annotated[
     str, typer.Option(help="Times on ticks are spread inside each: auto, even, off, or the tick's seconds.")
 ]
-Format = Annotated[str, typer.Option(help="terminal, md, json or csv.")]
+As = Annotated[str, typer.Option("--as", help="Also what other tools would have printed: vllm,sglang,guidellm ...")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the report to a file; parquet needs one: a row a request.")
+]
+Format = Annotated[str, typer.Option(help="terminal, md, json, csv, html or parquet.")]
 
 
 _SECONDS = (0, 1_000_000)  # eleven days; some libraries keep time-outs as milliseconds in 31 bits
@@ -100,7 +105,7 @@ def numbers(text: str, name: str, kind: Callable[[str], Any]) -> list[Any]:
 
 
 # Flags that are fields of a target -> the field's name.
-_FIELDS = {name: name for name in ("api", "model", "key_env", "tokenizer", "max_model_len", "insecure")} | {
+_FIELDS = {name: name for name in ("api", "model", "key_env", "tokenizer", "max_model_len", "insecure", "proxy")} | {
     "ca": "cafile"
 }
 

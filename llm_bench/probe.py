@@ -96,8 +96,8 @@ def probe(target: Target, say: Say, ready_s: float, *, stream: bool = True, time
 
 def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Timeouts) -> Probe:
     notes: list[str] = []
-    if proxy := targets.unused_proxy(target.url):
-        say(f"{target.name}: {proxy} of the environment is not used: probes and load go straight to the target")
+    if line := targets.proxy_line(target):
+        say(line)
     with _client(target, timeouts) as client:
         models, max_len = _models(client, target, ready_s, say)
         model = target.model or (models[0] if models else "")
@@ -184,7 +184,9 @@ def _client(target: Target, timeouts: Timeouts) -> httpx.Client:
     headers += [(name, value) for name, value in ours.items() if name.lower() not in theirs]
     answer_s = min((s for s in (timeouts.ttft_s, timeouts.total_s) if s is not None), default=None)
     limits = httpx.Timeout(answer_s, connect=timeouts.connect_s)
-    return httpx.Client(headers=headers, timeout=limits, verify=targets.tls(target), trust_env=False)
+    return httpx.Client(
+        headers=headers, timeout=limits, verify=targets.tls(target), trust_env=False, proxy=targets.httpx_proxy(target)
+    )
 
 
 def _models(client: httpx.Client, target: Target, ready_s: float, say: Say) -> tuple[list[str], int | None]:

@@ -8,16 +8,7 @@ from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
 from llm_bench.clock import now_ns
-from llm_bench.exchange import (
-    CANCELLED,
-    CLOSED,
-    COMPLETE,
-    CONNECT_ERROR,
-    CONNECT_TIMEOUT,
-    CUT,
-    TOTAL_TIMEOUT,
-    Exchange,
-)
+from llm_bench.exchange import ANSWERED, CANCELLED, CUT, NOT_CONNECTED, TOTAL_TIMEOUT, Exchange
 
 RETRIED_STATUSES = frozenset((429, 500, 502, 503, 504))
 _FIRST_WAIT_S = 0.5  # doubles with each attempt; Retry-After comes before it
@@ -118,9 +109,9 @@ def _being_cancelled() -> bool:
 
 
 def _worth_another(exchange: Exchange) -> bool:
-    if exchange.ended in (CONNECT_ERROR, CONNECT_TIMEOUT):
+    if exchange.ended in NOT_CONNECTED:
         return True
-    return exchange.ended in (COMPLETE, CLOSED) and exchange.status in RETRIED_STATUSES
+    return exchange.ended in ANSWERED and exchange.status in RETRIED_STATUSES
 
 
 def _wait(exchange: Exchange, attempts: int) -> tuple[float, str]:

@@ -16,13 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import orjson
 
+from llm_bench import proxy
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
+from llm_bench.proxy import Proxy
 
 # Targets that need no server of the user's: each is a process of its own that says on stdout where it listens.
 BUILT_IN: dict[str, tuple[str, ...]] = {
@@ -57,6 +58,7 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)  # into every request's body
     cafile: str = ""  # https with a private authority
     insecure: bool = False  # https with any certificate
+    proxy: str = ""  # URL of an HTTP proxy, "env": as the environment says, "none": straight; "": nothing was asked
     launch: tuple[str, ...] = ()  # arguments of a server of ours
 
     @property
@@ -64,8 +66,14 @@ class Target:
         return [url.strip().rstrip("/") for url in self.url.split("|")]
 
     def public(self) -> dict[str, Any]:
-        """As stored in headers: header values may be secrets, their names are not."""
-        return asdict(self) | {"headers": sorted(self.headers)}
+        """As stored in headers: header values may be secrets, their names are not; a proxy without its user."""
+        return asdict(self) | {"headers": sorted(self.headers), "proxy": self.by_proxy()}
+
+    def by_proxy(self) -> str:
+        """What is asked through, in words without a secret; "" where the way is straight."""
+        ways = [proxy_of(self, url) for url in self.urls]
+        shown = [f"{p.shown} ({p.variable})" if p and p.variable else p.shown if p else "none" for p in ways]
+        return ", ".join(dict.fromkeys(shown)) if any(ways) else ""
 
 
 def names(file: Path) -> list[str]:
@@ -76,10 +84,37 @@ def names(file: Path) -> list[str]:
 def parse(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
     """`vllm,mine=http://host:8000/v1,reference` -> Targets; bare names are looked up in `file` or built in.
 
+    `a=vllm` is the target vllm under another name, and a server of its own where it is built in.
+
     `flags` are fields given on the command line: they hold for every target, over what the file declares.
 
-    Raises BenchError for an unknown name, a URL that is none, an unknown api or key. What may be a key is not repeated.
+    Raises BenchError for an unknown name, a URL that is none, an unknown api or key, an environment that names a proxy
+    which nobody asked for. What may be a key is not repeated.
     """
+    targets = [_checked(target) for target in _named(spec, file, flags)]
+    for target in targets:
+        _check_secrets(target)
+        _check_proxy(target)
+    return targets
+
+
+def listing(file: Path) -> list[str]:
+    """A line for every target that can be given by its name alone; a key that is not set is said, and no error.
+
+    Raises BenchError as `parse` does for all else that is wrong with a declaration.
+    """
+    lines = []
+    for target in map(_checked, _named(",".join(names(file)), file, {})):
+        key = ""
+        if target.key_env in os.environ:
+            key = f"  key: ${target.key_env}"
+        elif target.key_env:
+            key = f"  key: {_named_key(target.key_env)} not set"
+        lines.append(f"{target.name}  {target.url or 'built in, started for a run'}  {target.api}{key}")
+    return lines
+
+
+def _named(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
     declared = _declared(file) if file.exists() else {}
     targets = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
@@ -95,12 +130,13 @@ def parse(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
                 f"--targets {name}: no such target (known: {known}). Write {file} with:  "
                 f'targets.{name}.url = "http://127.0.0.1:8000/v1"   or give {name}=URL'
             )
-        facts: dict[str, Any] = {**declared.get(name, {}), **flags}
-        if url:
+        base = url if url in declared or url in BUILT_IN else name  # a=reference,b=reference: two of one kind
+        facts: dict[str, Any] = {**declared.get(base, {}), **flags}
+        if url and url != base:
             facts["url"] = url
-        elif name in BUILT_IN and name not in declared:
-            facts["launch"] = BUILT_IN[name]
-        targets.append(_checked(Target(name=name, **facts)))
+        elif base in BUILT_IN and base not in declared:
+            facts["launch"] = BUILT_IN[base]
+        targets.append(Target(name=name, **facts))
     names = [t.name for t in targets]
     if not names:
         raise BenchError("--targets names no target; give e.g. reference, or mine=http://127.0.0.1:8000/v1")
@@ -172,12 +208,11 @@ def _checked(target: Target) -> Target:
     if not target.launch:
         for url in target.urls:
             _check_url(who, url)
-    if target.key_env:
-        _check_key(who, target.key_env)
-    for name, value in target.headers.items():
+    if target.key_env and not _VARIABLE.fullmatch(target.key_env):
+        raise BenchError(f"{who}: key_env (--key-env) is the NAME of an environment variable, as VLLM_KEY; no key")
+    for name in target.headers:
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OURS:
             raise BenchError(f"{who}: header {name!r} is no name of a header, or one that every request has already")
-        _check_secret(f"{who}: the value of header {name}", value)
     if target.key_env and "authorization" in {name.lower() for name in target.headers}:
         raise BenchError(f"{who}: both key_env and a header Authorization; keep one of them")
     if target.cafile:
@@ -203,13 +238,31 @@ def _check_url(who: str, url: str) -> None:
         raise BenchError(f"{who}: what is given is no URL; right: http://host:8000/v1")
 
 
-def _check_key(who: str, key_env: str) -> None:
-    if not _VARIABLE.fullmatch(key_env):
-        raise BenchError(f"{who}: key_env (--key-env) is the NAME of an environment variable, as VLLM_KEY; no key")
-    if key_env not in os.environ:
-        shown = f"{key_env} " if key_env.isupper() else ""  # some keys would pass for a name; few are in capitals only
-        raise BenchError(f"{who}: the environment variable {shown}that key_env (--key-env) names is not set")
-    _check_secret(f"{who}: the key in the variable {key_env}", os.environ[key_env])
+def _check_secrets(target: Target) -> None:
+    who, key_env = f"target {target.name}", target.key_env
+    if key_env and key_env not in os.environ:
+        raise BenchError(f"{who}: {_named_key(key_env)}, which key_env (--key-env) names, is not set")
+    if key_env:
+        _check_secret(f"{who}: the key in the variable {key_env}", os.environ[key_env])
+    for name, value in target.headers.items():
+        _check_secret(f"{who}: the value of header {name}", value)
+
+
+def _named_key(key_env: str) -> str:
+    """How a variable that is not set is called: some keys would pass for a name, few are in capitals only."""
+    return f"${key_env}" if key_env.isupper() else "the environment variable"
+
+
+def _check_proxy(target: Target) -> None:
+    """No load goes through a proxy, or past one, by accident."""
+    for url in [] if target.launch else target.urls:
+        proxy_of(target, url)
+        name = proxy.variable(url)
+        if name and not target.proxy and not proxy.is_local(url):
+            raise BenchError(
+                f"target {target.name}: {name} is set, and through a proxy other things are measured than without; "
+                "say which is meant: --proxy env (through it) or --proxy none (straight to the target)"
+            )
 
 
 def _check_secret(what: str, value: Any) -> None:
@@ -230,6 +283,8 @@ def _printable(text: str) -> bool:
 
 def tls(target: Target) -> ssl.SSLContext:
     """What https is checked against. Raises BenchError for a `cafile` that is none."""
+    if not target.cafile and not any(url.startswith("https") for url in target.urls):
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # believes nobody; the system's list takes 20 ms to load
     try:
         context = ssl.create_default_context(cafile=target.cafile or None)
     except OSError as e:
@@ -252,10 +307,14 @@ def hider(target: Target) -> Callable[[str], str]:
     """A function that puts HIDDEN in place of the target's secrets in a text: servers repeat keys in their errors.
 
     Secrets are the key, header values, and what follows a scheme in one ("Bearer ..."), from LEAST_SECRET characters
-    on. A text may be cut in the middle of one: from its first half on it is a secret too.
+    on; a proxy's password too. A text may be cut in the middle of one: from its first half on it is a secret too.
     """
     found: set[str] = set()
-    for _, value in auth_headers(target):
+    values = [value for _, value in auth_headers(target)]
+    for url in target.urls:
+        if (through := proxy_of(target, url)) is not None:
+            values += [through.authorization, through.password]
+    for value in values:
         found |= {value, *value.split()[1:]}
     found |= {json.dumps(value)[1:-1] for value in found}  # as JSON repeats it
     secrets = sorted((s for s in found if len(s) >= LEAST_SECRET), key=len, reverse=True)
@@ -275,18 +334,45 @@ def hider(target: Target) -> Callable[[str], str]:
     return hide
 
 
+def proxy_of(target: Target, url: str) -> Proxy | None:
+    """The proxy through which a URL of the target is asked; None: straight. A server of ours is on this machine.
+
+    Raises BenchError for what names no HTTP proxy.
+    """
+    if target.launch or target.proxy in ("", "none"):
+        return None
+    if target.proxy == "env":
+        return proxy.of_environment(url)
+    return proxy.read(target.proxy, f"target {target.name}: proxy (--proxy)")
+
+
+def httpx_proxy(target: Target) -> httpx.Proxy | None:
+    """The same for httpx, of the target's first URL."""
+    through = proxy_of(target, target.urls[0])
+    if through is None:
+        return None
+    said = through.authorization
+    return httpx.Proxy(through.shown, headers={"Proxy-Authorization": said} if said else None)
+
+
+def proxy_line(target: Target) -> str:
+    """What is to be said of proxies before the first probe; "" where there is none."""
+    if by := target.by_proxy():
+        return f"{target.name}: probes and load go through the proxy {by}"
+    if name := unused_proxy(target.urls[0]):
+        return f"{target.name}: {name} of the environment is not used: probes and load go straight to the target"
+    return ""
+
+
 def unused_proxy(url: str) -> str:
     """The environment's proxy variable that others would obey for this URL, "" for none. Its value may hold a key."""
-    parts = urlsplit(url)
-    proxies = getproxies()
-    name = next((scheme for scheme in (parts.scheme, "all") if proxies.get(scheme)), "")
-    return f"{name.upper()}_PROXY" if name and not proxy_bypass(parts.netloc) else ""
+    return proxy.variable(url)
 
 
 def reachable(target: Target) -> bool:
     """Does anything still listen there? Asked when a run meets one refused connection after another."""
     try:
-        httpx.get(f"{target.urls[0]}/models", timeout=5.0, verify=False, trust_env=False)
+        httpx.get(f"{target.urls[0]}/models", timeout=5.0, verify=False, trust_env=False, proxy=httpx_proxy(target))
     except httpx.TransportError:
         return False
     except httpx.HTTPError:

@@ -67,6 +67,16 @@ def show(text: str, then: str = "") -> None:
         raise OutputError(f"standard output cannot be written: {e.strerror or 'it is closed'}{then}") from None
 
 
+def save(path: Path, text: str) -> None:
+    """In a file, whole or not at all. Raises OutputError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="replace")
+        part.replace(path)
+    except OSError as e:
+        raise OutputError(f"{path}: cannot be written: {e.strerror or e}") from None
+
+
 def is_full(error: Exception) -> bool:
     """Is this a write to a stream, of someone else's, that failed as `show` can?"""
     return isinstance(error, OSError) and error.errno in (None, errno.EPIPE, errno.ENOSPC) and not error.filename

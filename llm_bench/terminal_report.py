@@ -7,13 +7,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llm_bench import metrics
+from llm_bench.as_tools import Table
 from llm_bench.doubts import Doubt
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.results import Asked, Run, Sheet, sheets
-from llm_bench.words import SHORT, by_target, legend, number, remarks, shown_outcomes, table_lines, title, warnings
+from llm_bench.words import (
+    SHORT,
+    TOOL_HEADS,
+    by_target,
+    legend,
+    number,
+    remarks,
+    shown_outcomes,
+    table_lines,
+    title,
+    tool_remarks,
+    tool_rows,
+    tool_title,
+    warnings,
+)
 
 WIDTH = 100  # columns where the terminal does not say
+TOOL_WIDTH = 80  # least of a table of another tool's figures: its words are broken into lines, its numbers never
 
 
 def text(run: Run, asked: Asked) -> str:
@@ -27,6 +43,7 @@ def text(run: Run, asked: Asked) -> str:
     console = Console(file=out, force_terminal=colour, width=width, highlight=False)
     # A table is as wide as its numbers: one that no terminal so narrow can hold is broken by the terminal, not cut.
     unbound = Console(file=out, force_terminal=colour, width=10_000, highlight=False)
+    roomy = Console(file=out, force_terminal=colour, width=max(width, TOOL_WIDTH), highlight=False)
     console.print(Text(title(run), "bold"))
     for target, mine in by_target(sheets(run, asked)).items():
         console.print(Text(target, "bold"))
@@ -46,10 +63,28 @@ def text(run: Run, asked: Asked) -> str:
                 console.print(Padding(_doubt_text(doubt), (0, 0, 0, 2)))
             if not sheet.doubts:
                 console.print(Text("  no doubts", "dim"))
+            for tool in sheet.as_tools:
+                console.print(Padding(Text(tool_title(tool), "bold"), (1, 0, 0, 2)))
+                roomy.print(Padding(_tool_table(tool), (0, 0, 0, 2)))
+                for line in tool_remarks(tool):
+                    console.print(Padding(Text(line, "dim"), (0, 0, 0, 2)))
         console.print()
     for doubt in run.own_doubts:
         console.print(_doubt_text(doubt))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _tool_table(tool: Table) -> Any:
+    from rich import box, table
+    from rich.text import Text
+
+    made = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for head in TOOL_HEADS:
+        value = "value" in head
+        made.add_column(head, justify="right" if value else "left", no_wrap=value, overflow="fold")
+    for row in tool_rows(tool):
+        made.add_row(*map(Text, row))
+    return made
 
 
 def _doubt_text(doubt: Doubt) -> Any:

@@ -1,63 +1,44 @@
-"""HTTP/1.1 connections that stamp what arrives and interpret nothing, in a pool without a limit.
+"""A target as seen from one event loop: requests in, Exchanges out, each on a connection of its own.
 
-One exception: until the first token-bearing event each framed event goes, after stamping, to the dialect's `is_token`,
-so that time-outs mean what they say. Under https the stamps are of decrypted bytes.
+What the connections stamp is theirs to say (`connection`); here is what is sent, where to, and when it is sent again.
 """
 
 import asyncio
-import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from llm_bench import clock
 from llm_bench.clock import now_ns
+from llm_bench.connection import NEVER_NS, Connection, Pool
 from llm_bench.errors import BenchError, TargetError
-from llm_bench.exchange import (
-    CANCELLED,
-    CLOSED,
-    COMPLETE,
-    CONNECT_ERROR,
-    CONNECT_TIMEOUT,
-    CUT,
-    PROTOCOL_ERROR,
-    STALL_TIMEOUT,
-    TOTAL_TIMEOUT,
-    TRUNCATED,
-    TTFT_TIMEOUT,
-    Exchange,
-    Timeouts,
-)
-from llm_bench.http1 import ProtocolError, Response, Sse, is_event_stream
+from llm_bench.exchange import CONNECT_ERROR, CONNECT_TIMEOUT, CUT, TRUNCATED, Exchange, Timeouts
 from llm_bench.limits import client_limit
+from llm_bench.proxy import Proxy, tunnel
 
 run = clock.run
-
-# A close this soon after the request left had crossed it on its way; a server that reads, works and drops takes longer.
-_CROSSING_NS = 50_000_000
-_NEVER = 1 << 62
-_LIMITS = {  # what is said of an exchange whose limit has passed; {so_far} is counted when it has
-    TTFT_TIMEOUT: "no token-bearing event within {limit_s:g} s of sending: {so_far}",
-    STALL_TIMEOUT: "silence of {limit_s:g} s after the first token: {so_far}",
-    TOTAL_TIMEOUT: "not ended within {limit_s:g} s of sending: {so_far}",
-    CANCELLED: "closed by the client {limit_s:g} s after sending, as planned: {so_far}",
-}
+_PORTS = {"http": 80, "https": 443}
 
 
-def request_head(url: str, path: str, headers: Sequence[tuple[str, str]]) -> bytes:
+def request_head(url: str, path: str, headers: Sequence[tuple[str, str]], proxy: Proxy | None = None) -> bytes:
     """The head's start, up to and without X-Request-Id, Content-Length and the empty line: a plan holds those.
 
-    Keys stand here and never in a plan file. Raises BenchError for a header that would break the head's lines.
+    A `proxy` is told the whole URL; under https it sees nothing of this, and the head is the target's own. Keys stand
+    here and never in a plan file. Raises BenchError for a header that would break the head's lines.
     """
     target = _split(url)
+    host = target.netloc.rpartition("@")[2]
     lines = [
-        f"POST {target.path.rstrip('/')}{path}{'?' + target.query if target.query else ''} HTTP/1.1",
-        f"Host: {target.netloc.rpartition('@')[2]}",
+        f"POST {f'http://{host}' if proxy and target.scheme == 'http' else ''}{target.path.rstrip('/')}{path}"
+        f"{'?' + target.query if target.query else ''} HTTP/1.1",
+        f"Host: {host}",
     ]
     own = {"user-agent": "llm-bench", "content-type": "application/json", "accept": "*/*"}
     lines += [f"{name}: {value}" for name, value in own.items() if name not in {n.lower() for n, _ in headers}]
+    if proxy and proxy.authorization and target.scheme == "http":
+        lines.append(f"Proxy-Authorization: {proxy.authorization}")
     for name, value in headers:
         if any(c in "\r\n\0" for c in name + value) or not name.strip() or ":" in name:
             raise BenchError(f"header {name!r}: a name without colon and a value of one line would be right")
@@ -68,7 +49,7 @@ def request_head(url: str, path: str, headers: Sequence[tuple[str, str]]) -> byt
 def _split(url: str) -> SplitResult:
     try:
         target = urlsplit(url)
-        sound = target.scheme in ("http", "https") and bool(target.hostname) and target.port != 0
+        sound = target.scheme in _PORTS and bool(target.hostname) and target.port != 0
     except ValueError:  # a port that is no number
         sound = False
     if not sound:
@@ -77,12 +58,13 @@ def _split(url: str) -> SplitResult:
 
 
 class Wire:
-    """A target as seen from one event loop: `send` gives one Exchange. As many connections as requests in flight.
+    """`send` gives one Exchange. As many connections as requests in flight.
 
     `is_token` tells whether an event's data bears a token; None: answers are not streamed. `cafile` replaces the
     system's certificates, `insecure` believes any. Without `reuse` each request has a connection of its own, and says
-    so to the server. The host's name is resolved once, here. Raises BenchError for a bad URL or header,
-    TargetError for a name that cannot be resolved.
+    so to the server. Through a `proxy`, https goes in a tunnel, http as requests to the proxy. The host's name, or the
+    proxy's, is resolved once, here. Raises BenchError for a bad URL or header, TargetError for a name that cannot be
+    resolved.
     """
 
     def __init__(
@@ -96,17 +78,12 @@ class Wire:
         cafile: str | None = None,
         insecure: bool = False,
         reuse: bool = True,
+        proxy: Proxy | None = None,
     ) -> None:
         target = _split(url)
-        self.timeouts = timeouts
-        self.is_token = is_token
-        self.idle: list[_Connection] = []  # the one used last is taken first: the others may rest or time out
-        self.busy: set[_Connection] = set()
-        self.lost = 0  # idle connections that the server closed and that no request has replaced yet
-        self.fastest_connect_ns = _NEVER  # about a round trip
-        self._head = request_head(url, path, headers if reuse else [*headers, ("Connection", "close")])
-        self.reuse = reuse
-        self._name = target.hostname or ""
+        self.pool = Pool(timeouts, is_token, reuse)
+        self._head = request_head(url, path, headers if reuse else [*headers, ("Connection", "close")], proxy)
+        self._name, port = target.hostname or "", target.port or _PORTS[target.scheme]
         self._tls: ssl.SSLContext | None = None
         if target.scheme == "https":
             try:
@@ -115,12 +92,17 @@ class Wire:
                 raise BenchError(f"{cafile}: not a file of certificates: {e}") from None
             if insecure:
                 self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
-        port = target.port or (443 if self._tls else 80)
-        try:
-            found = socket.getaddrinfo(self._name, port, type=socket.SOCK_STREAM)
-        except OSError as e:
-            raise TargetError(f"{url}: the name {self._name!r} cannot be resolved: {e.strerror}") from None
-        self._addresses: list[tuple[str, int]] = [(str(a[4][0]), port) for a in found]
+        self._proxy = proxy
+        self._behind = f"[{self._name}]:{port}" if ":" in self._name else f"{self._name}:{port}"
+        if proxy is None:
+            self._addresses = _addresses(url, self._name, port)
+        else:
+            self._addresses = _addresses(f"the proxy {proxy.shown}", proxy.host, proxy.port)
+
+    @property
+    def idle(self) -> list[Connection]:
+        """The connections that rest."""
+        return self.pool.idle
 
     async def send(self, payload: bytes, cancel_after_s: float | None = None) -> Exchange:
         """POST `payload`, the rest of the head and the body, and wait for the end. What fails is in the Exchange.
@@ -128,7 +110,7 @@ class Wire:
         A cancelled task gets its Exchange too: CUT, the connection closed. `cancel_after_s` runs from `sent_ns`.
         """
         exchange = Exchange()
-        connection = self._idle_connection()
+        connection = self.pool.take()
         reused = connection is not None
         try:
             while True:
@@ -154,55 +136,40 @@ class Wire:
 
     def close(self) -> None:
         """Close what is idle, and cut what is in flight. The loop's next turn finishes it."""
-        for connection in list(self.busy):
-            connection.end(CUT, "closed by the client: the run ended")
-        for connection in list(self.idle):
-            connection.transport.abort()
-        self.idle.clear()
+        self.pool.close()
 
-    def _idle_connection(self) -> "_Connection | None":
-        """The one used last; those whose close has come already, unnoticed by the loop, are lost."""
-        while self.idle:
-            connection = self.idle.pop()
-            if not connection.has_something_to_read():
-                return connection
-            self.lost += 1
-            connection.transport.abort()
-        return None
-
-    async def _connect(self, exchange: Exchange) -> "_Connection | None":
+    async def _connect(self, exchange: Exchange) -> Connection | None:
         """A new connection to the address that answered last; None when none does: `exchange` says why.
 
         Raises ClientLimit when it is this machine that has none to give.
         """
-        if self.lost:
-            self.lost -= 1
+        pool = self.pool
+        if pool.lost:
+            pool.lost -= 1
             exchange.reconnects += 1
-        loop, limit_s, begun_ns = asyncio.get_running_loop(), self.timeouts.connect_s, now_ns()
-        tls: dict[str, Any] = {}
-        if self._tls is not None:  # the loop's own limit on handshakes, 60 s, would be a hidden one
-            tls = {"ssl": self._tls, "server_hostname": self._name, "ssl_handshake_timeout": limit_s or 86400.0}
+        limit_s, begun_ns = pool.timeouts.connect_s, now_ns()
         scope = asyncio.timeout(limit_s)
         error: OSError | None = None
         try:
             async with scope:
-                for i, (host, port) in enumerate(self._addresses):
+                for i, address in enumerate(self._addresses):
                     asked_ns = now_ns()
                     try:
-                        _, connection = await loop.create_connection(lambda: _Connection(self), host, port, **tls)
+                        connection = await self._open(address, limit_s)
                     except OSError as e:
-                        limit = client_limit(e, host, self.fastest_connect_ns < _NEVER)
+                        limit = client_limit(e, address[0], pool.fastest_connect_ns < NEVER_NS)
                         if limit is not None:
                             raise limit from None
                         error = e
                         continue
-                    self.fastest_connect_ns = min(self.fastest_connect_ns, now_ns() - asked_ns)
+                    pool.fastest_connect_ns = min(pool.fastest_connect_ns, now_ns() - asked_ns)
                     if i:  # a name with several addresses, of which the server listens on some
                         self._addresses.insert(0, self._addresses.pop(i))
                     return connection
         except TimeoutError:
             assert scope.expired()
-            _give_up(exchange, CONNECT_TIMEOUT, f"not connected to {self._name} within {limit_s:g} s")
+            by = f" through the proxy {self._proxy.shown}" if self._proxy else ""
+            _give_up(exchange, CONNECT_TIMEOUT, f"not connected to {self._name}{by} within {limit_s:g} s")
             return None
         finally:
             if not exchange.sent_ns:  # a reopening comes after it: no part of what passed before the request left
@@ -210,238 +177,26 @@ class Wire:
         _give_up(exchange, CONNECT_ERROR, f"{type(error).__name__}: {error}")
         return None
 
+    async def _open(self, address: tuple[str, int], limit_s: float | None) -> Connection:
+        """A connection to the target by way of one address, its own or the proxy's. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        to: dict[str, Any] = {"host": address[0], "port": address[1]}
+        if self._tls is not None:
+            if self._proxy is not None:
+                to = {"sock": await tunnel(address, self._proxy, self._behind)}
+            # The loop's own limit on handshakes, 60 s, would be a hidden one.
+            limit_s = limit_s or 86400.0
+            to |= {"ssl": self._tls, "server_hostname": self._name, "ssl_handshake_timeout": limit_s}
+        _, connection = await loop.create_connection(lambda: Connection(self.pool), **to)
+        return connection
 
-class _Connection(asyncio.Protocol):
-    """One socket. While it is asked, `exchange` is the request in flight; between requests it lies in wire.idle."""
 
-    transport: asyncio.Transport
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._loop = asyncio.get_running_loop()
-        self._limits = wire.timeouts
-        self._exchange: Exchange | None = None
-        self._answered: asyncio.Future[None] = self._loop.create_future()
-        self._response = Response()
-        self._sse = Sse()
-        self._look: Callable[[list[bytes], int], None] | None = None  # what to look for in the next read
-        self.begun_ns = 0  # the write; limits run from the end of it, or from here as long as it has none
-        self._written = False
-        self._phase_limit: tuple[str, float | None] = (TTFT_TIMEOUT, None)
-        self._cancel_after_s: float | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-
-    def ask(self, message: bytes, exchange: Exchange, cancel_after_s: float | None) -> "asyncio.Future[None]":
-        """Write a whole request; the future is done when `exchange` has ended."""
-        self._exchange = exchange
-        self._answered = self._loop.create_future()
-        self._response, self._look = Response(), self._look_for_head
-        # An answer that is not streamed has no first token to wait for: only the total limit is left.
-        self._phase_limit = (TTFT_TIMEOUT, self._limits.ttft_s if self._wire.is_token is not None else None)
-        self._cancel_after_s = cancel_after_s
-        self._wire.busy.add(self)
-        # Stamped before the call: the server may have read it all, and begun, before the call returns.
-        self.begun_ns = now_ns()
-        self.transport.write(message)
-        self._written = not self.transport.get_write_buffer_size()
-        if self._written and not exchange.sent_ns:
-            exchange.sent_ns = self.begun_ns
-        self._set_alarm()
-        return self._answered
-
-    def has_something_to_read(self) -> bool:
-        """Between requests that is a close, or bytes that nobody asked for: no connection to send on."""
-        return self.transport.is_closing() or bool(self._poll.poll(0))
-
-    def closed_unread(self, exchange: Exchange) -> bool:
-        """Had the server closed this connection before it read the request that `exchange` was cut short of?"""
-        crossing_ns = max(_CROSSING_NS, 2 * self._wire.fastest_connect_ns)
-        return not exchange.first_byte_ns and exchange.end_ns - self.begun_ns <= crossing_ns
-
-    # ---- called by the transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
-        # 0: resume_writing tells when the last byte has left, and uvloop writes at once instead of at its next turn.
-        self.transport.set_write_buffer_limits(0)
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._poll = select.poll()
-        self._poll.register(sock.fileno(), select.POLLIN)
-
-    def resume_writing(self) -> None:
-        exchange = self._exchange
-        self._written = True
-        if exchange is not None and not exchange.sent_ns:
-            exchange.sent_ns = now_ns()
-
-    def data_received(self, data: bytes) -> None:
-        now = now_ns()
-        exchange = self._exchange
-        if exchange is None:
-            self.transport.abort()  # bytes that nobody asked for: the next answer would begin with them
-            return
-        exchange.bytes_in += len(data)
-        if not exchange.first_byte_ns:
-            exchange.first_byte_ns = now
-        response = self._response
-        try:
-            pieces = response.feed(data)
-        except ProtocolError as e:
-            self._take(e.pieces, now)
-            self.end(PROTOCOL_ERROR, str(e), now)
-            return
-        self._take(pieces, now)
-        if response.complete:
-            self.end(COMPLETE, "", now)
-
-    def eof_received(self) -> None:
-        if self._exchange is not None and self._response.eof():
-            self.end(CLOSED)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self in self._wire.idle:
-            self._wire.idle.remove(self)
-            self._wire.lost += 1
-        if self._exchange is None:
-            return
-        if exc is not None and not isinstance(exc, OSError):
-            if not self._answered.done():
-                self._answered.set_exception(exc)  # a mistake of ours in data_received is no failure of the target
-            self.end(TRUNCATED, repr(exc))
-            return
-        how = f"{type(exc).__name__}: {exc}" if exc else "the server closed the connection"
-        if self._exchange.first_byte_ns:
-            seen = f"after {self._so_far()}"
-        else:
-            seen = f"{(now_ns() - self.begun_ns) / 1e6:.0f} ms after it was sent, before a byte of the answer"
-        self.end(TRUNCATED, f"{how} {seen}")
-
-    # ----
-
-    def _take(self, pieces: list[bytes], now: int) -> None:
-        exchange = self._exchange
-        assert exchange is not None
-        if pieces:  # one a read: an answer of a hundred chunks that came at once is parsed at once
-            exchange.pieces.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-            exchange.read_ns.append(now)
-        if self._look is not None:
-            self._look(pieces, now)
-
-    def end(self, ended: str, error: str = "", at_ns: int = 0) -> None:
-        """End the exchange in flight, once; the connection goes back to the pool only after a clean answer."""
-        exchange = self._exchange
-        if exchange is None:
-            return
-        self._exchange = None
-        self._wire.busy.discard(self)
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        response = self._response
-        exchange.status, exchange.headers = response.status, response.headers
-        exchange.ended, exchange.error, exchange.end_ns = ended, error, at_ns or now_ns()
-        open_still = response.keep_alive and self._written and not self.transport.is_closing()
-        if ended == COMPLETE and self._wire.reuse and open_still:
-            self._wire.idle.append(self)
-        else:
-            self.transport.abort()
-        if not self._answered.done():  # done already when the task that waits was cancelled
-            self._answered.set_result(None)
-
-    # ---- what is looked for until the first token: each step sets the next one
-
-    def _look_for_head(self, pieces: list[bytes], now: int) -> None:
-        response = self._response
-        if not response.head_done:
-            return
-        if response.status == 200 and self._wire.is_token is not None:
-            self._look = self._look_for_kind
-        else:
-            self._look = self._look_for_body
-        self._look(pieces, now)
-
-    def _look_for_kind(self, pieces: list[bytes], now: int) -> None:
-        exchange = self._exchange
-        assert exchange is not None
-        streamed = is_event_stream(True, self._response.headers, pieces)
-        if streamed is None:
-            return
-        if streamed:
-            self._sse = Sse()
-            self._look = self._look_for_token
-        else:
-            self._look = self._look_for_body
-        self._look(exchange.pieces, now)  # the blanks before them too: they begin its first line
-
-    def _look_for_token(self, pieces: list[bytes], now: int) -> None:
-        is_token = self._wire.is_token
-        assert is_token is not None
-        for piece in pieces:
-            begin = 0
-            while begin < len(piece):  # an event at a time: a read may hold a whole answer, and one token is enough
-                end = piece.find(b"\n\n", begin) + 2
-                part = piece[begin:end] if end > 1 else piece[begin:]
-                begin += len(part)
-                if any(map(is_token, self._sse.feed(part))):
-                    assert self._exchange is not None
-                    self._exchange.first_token_ns = now
-                    self._look = None
-                    self._phase_limit = (STALL_TIMEOUT, self._limits.stall_s)
-                    self._set_alarm()
-                    return
-
-    def _look_for_body(self, pieces: list[bytes], now: int) -> None:
-        if pieces:  # without events there is no telling tokens from silence: only the total limit is left
-            self._look = None
-            self._phase_limit = (TTFT_TIMEOUT, None)
-
-    # ---- limits: one alarm a request, which looks again when a read has moved its time
-
-    def _due(self) -> tuple[float, str, float]:
-        """(ns, how it would end, its limit in s) of the limit that comes first; inf when there is none."""
-        exchange = self._exchange
-        assert exchange is not None
-        sent_ns = exchange.sent_ns or self.begun_ns
-        phase, phase_s = self._phase_limit
-        phase_ns = exchange.read_ns[-1] if phase == STALL_TIMEOUT else sent_ns
-        limits = (
-            (sent_ns, CANCELLED, self._cancel_after_s),
-            (phase_ns, phase, phase_s),
-            (sent_ns, TOTAL_TIMEOUT, self._limits.total_s),
-        )
-        return min(
-            ((from_ns + s * 1e9, kind, s) for from_ns, kind, s in limits if s is not None),
-            default=(float("inf"), "", 0.0),
-        )
-
-    def _set_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        due_ns = self._due()[0]
-        wait_s = max(0.0, (due_ns - now_ns()) / 1e9)
-        self._alarm = None if due_ns == float("inf") else self._loop.call_later(wait_s, self._ring)
-
-    def _ring(self) -> None:
-        if self._exchange is None:
-            return
-        due_ns, kind, limit_s = self._due()
-        if now_ns() < due_ns:
-            self._set_alarm()
-        else:
-            self.end(kind, _LIMITS[kind].format(limit_s=limit_s, so_far=self._so_far()))
-
-    def _so_far(self) -> str:
-        """What had come, for an error text. Counts tokens, so it is called when nothing is measured any more."""
-        exchange, is_token = self._exchange, self._wire.is_token
-        assert exchange is not None
-        if not exchange.bytes_in:
-            return "no byte of the answer"
-        sse = Sse()
-        count = sum(is_token(data) for piece in exchange.pieces for data in sse.feed(piece)) if is_token else 0
-        last_ns = exchange.read_ns[-1] if exchange.read_ns else exchange.first_byte_ns
-        events = f"{count} token-bearing events, " if is_token else ""
-        return f"{events}{exchange.bytes_in} bytes, the last read {(now_ns() - last_ns) / 1e9:.3f} s ago"
+def _addresses(whose: str, host: str, port: int) -> list[tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as e:
+        raise TargetError(f"{whose}: the name {host!r} cannot be resolved: {e.strerror}") from None
+    return [(str(a[4][0]), port) for a in found]
 
 
 def _give_up(exchange: Exchange, ended: str, error: str) -> None:

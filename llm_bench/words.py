@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from llm_bench import outcomes, stats
+from llm_bench import as_tools, outcomes, stats
+from llm_bench.as_tools import Table
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.records import OUTCOMES
@@ -15,6 +16,7 @@ RETRIED = "first_attempt_success"  # by default too, where retries hide it
 DEFAULT_UNSTREAMED = ("e2e_p50", "e2e_p95", "e2e_p99", *_OF_A_CELL)  # whole answers have no TTFT and no TPOT
 UNLISTED = "run.json does not list this cell: of another run, or copied here"
 LIMITED = "client-limited: upper bounds of latency, lower bounds of throughput"
+UNCHECKED = "its https certificate was not checked (--insecure): another server could have answered"
 RECONNECTED_SHARE = 0.1  # above it the target closes what a client would have kept open
 DROPS_SHARE, DROPS_ALIKE = 0.5, "a server that drops requests within 50 ms would look the same"
 SHORT = {"cut_at_end": "cut"}  # outcomes as column heads
@@ -124,7 +126,11 @@ def legend(run: Run, names: Sequence[str], mine: Sequence[Sheet], where: str) ->
 
 def warnings(mine: Sequence[Sheet]) -> list[str]:
     """What stands above a target's figures."""
-    return [f"{s.measured.load}: {LIMITED}" for s in mine if s.client_limited]
+    heads = [s.measured.cell.header.get("target") or {} for s in mine]
+    asked = dict.fromkeys(f"asked through the proxy {head['proxy']}" for head in heads if head.get("proxy"))
+    if any(head.get("insecure") for head in heads):
+        asked[UNCHECKED] = None
+    return [*asked, *(f"{s.measured.load}: {LIMITED}" for s in mine if s.client_limited)]
 
 
 def shown_outcomes(mine: Iterable[Sheet]) -> list[str]:
@@ -150,6 +156,44 @@ def title(run: Run) -> str:
     parts = [f"llm-bench {facts['version']}" if "version" in facts else "", f"trace {trace}" if trace else ""]
     parts += [f"{host['cpu']}, {host.get('cores')} cores" if host.get("cpu") else ""]
     return "  ·  ".join([f"run {run.path.name}", *filter(None, parts)])
+
+
+TOOL_HEADS = ("its name", "its value", "our name", "our value", "why they differ")
+
+
+def tool_title(table: Table) -> str:
+    return f"as {table.version} prints it: {table.requests} requests of the whole run; ours: of the window"
+
+
+def tool_rows(table: Table) -> list[tuple[str, ...]]:
+    """A row of TOOL_HEADS a figure; where its value is not known, what it lies between, or a dash."""
+    rows: list[tuple[str, ...]] = []
+    said = ""
+    for line in table.lines:
+        its = number(line.value, line.unit)
+        if line.least is not None and line.most is not None:
+            its = f"{number(line.least, line.unit)} to {number(line.most, line.unit)}"
+        name = f"{line.name}, {line.unit}"
+        why = "" if line.why == said else line.why  # once for a figure's mean and percentiles
+        said = line.why
+        rows.append((name, its, line.ours, number(line.our_value, line.unit), why))
+    return rows
+
+
+def tool_remarks(table: Table) -> list[str]:
+    """Why a tool's values are not known or only bounded, and what else to know of them."""
+    said: dict[str, list[str]] = {}
+    for line in table.lines:
+        if line.reason:
+            said.setdefault(line.reason, []).append(line.name)
+    return [f"{', '.join(_short(names))}: {reason}" for reason, names in said.items()] + list(table.notes)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Each figure once, where all of its reducers say the same."""
+    bare = {name: name.rpartition(" ") for name in names}
+    figures = (head if tail in as_tools.REDUCERS else name for name, (head, _, tail) in bare.items())
+    return list(dict.fromkeys(figures))
 
 
 def verdict_line(judged: Judged) -> str:

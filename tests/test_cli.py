@@ -18,6 +18,10 @@ from tests.scripted import Scripted, deaf, http_response, unused_port
 NEEDS = {"rate": [], "concurrency": [], "burstiness": ["--rate", "5"], "max_in_flight": ["--rate", "5"]}
 
 
+def option_of(name):
+    return "--" + {"from_s": "from", "to_s": "to"}.get(name, name).replace("_", "-")
+
+
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
@@ -39,7 +43,7 @@ def test_every_number_of_every_command_has_its_limits():
 def test_a_number_outside_its_limits_is_refused_before_anything_is_looked_at(name, value):
     least, most = LIMITS[name]
     value = {"below": least - 1, "above": most * 2 + 1}.get(value, value)
-    option = f"--{name.replace('_', '-')}"
+    option = option_of(name)
     target = f"t=http://127.0.0.1:{unused_port()}/v1"
     load = NEEDS.get(name, ["--concurrency", "1"] if name not in ("speed", "seed") else [])
     got = invoke("run", "--targets", target, "--trace", "no-such-trace", *load, f"{option}={value}")
@@ -53,7 +57,7 @@ def test_a_number_outside_its_limits_is_refused_before_anything_is_looked_at(nam
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_limits_themselves_are_allowed(name):
-    option = f"--{name.replace('_', '-')}"
+    option = option_of(name)
     load = NEEDS.get(name, ["--concurrency", "1"] if name not in ("speed", "seed") else [])
     for value in LIMITS[name]:
         got = invoke("run", "--targets", "reference", "--trace", "no-such-trace", *load, option, value)

@@ -11,6 +11,7 @@ from llm_bench.doubts import CHECKS, Doubt, doubts
 from llm_bench.metrics import compute_all
 from llm_bench.records import Cell
 from tests.sample import cell, closed_loop, gauge_of, header, ns, record
+from tests.test_windows import slowing
 
 OPEN = {"kind": "open", "rate": 10.0, "warmup": 0.0}
 COUNTS = {"ok": 100, "failed": 0, "cancelled": 0, "cut_at_end": 0, "dropped": 0}
@@ -27,10 +28,14 @@ def requests(n: int = 100, step: float = 100.0, head: dict[str, Any] | None = No
 
 
 def found(c: Cell, siblings: tuple[Cell, ...] = (), names: tuple[str, ...] = (), **end: Any) -> dict[str, str]:
+    """Evidence and advice of each kind of doubt."""
+    got = raised(c, siblings, names, **end)
+    return {d.kind: ". ".join(filter(None, [d.text, d.advice])) for d in got}
+
+
+def raised(c: Cell, siblings: tuple[Cell, ...] = (), names: tuple[str, ...] = (), **end: Any) -> list[Doubt]:
     window = windows.of(c)
-    got = doubts(c, window, siblings, compute_all(names, c, window), end)
-    assert all(isinstance(d, Doubt) for d in got)
-    return dict(got)
+    return doubts(c, window, siblings, compute_all(names, c, window), end)
 
 
 def with_target(i: int, **target: Any) -> dict[str, Any]:
@@ -67,6 +72,11 @@ def half_idle(**fields: Any) -> Cell:
     return cell(rows, gauge_of(rows), load={"kind": "closed", "concurrency": 2, "warmup": None})
 
 
+def slow_start(slow: int) -> Cell:
+    rows = [record(i, 100 * i, events=[100 * i + 50, 100 * i + (900 if i < slow else 130)]) for i in range(100)]
+    return cell(rows, load=OPEN)
+
+
 LATE = [record(i, 100 * i, sent=100 * i + 12, ready_ns=ns(100 * i), events=[100 * i + 99]) for i in range(50)]
 TWIN = [record(i, 10 * i, events=[10 * i + 5], prompt_hash=77 + i // 2) for i in range(50)]
 PROBE = header()["probe"]
@@ -77,7 +87,12 @@ TROUBLE = {
     "ended early": (lambda: found(requests(), reason="target gone"), "the target no longer answered"),
     "broken identity": (lambda: found(requests(), counts=COUNTS | {"ok": 101}), "101"),
     "too short": (lambda: found(closed_loop(60, 10)), "31 requests in the window, at least 50"),
-    "overloaded": (lambda: found(growing()), "backlog grows 4.03 requests/s where 5.02/s arrive"),
+    "warming": (
+        lambda: found(slow_start(15)),
+        "begins after 15 of 100 requests, the warm-up was of 0; e2e is 900.0 ms on average between the two and 130.0",
+    ),
+    "drift": (lambda: found(slowing(400, 4)), "of the window e2e changed by +"),
+    "overloaded": (lambda: found(growing()), "backlog grows 4.01 requests/s where 5.02/s arrive"),
     "not sustained": (lambda: found(queued()), "offered 5.00/s, completed 2.50/s over 2.4 s"),
     "too few requests": (lambda: found(requests(), names=("ttft_p99_9",)), "ttft_p99_9: p99.9 of 100"),
     "cut requests": (lambda: found(growing()), "of 142 were in flight at the end"),
@@ -104,13 +119,13 @@ TROUBLE = {
     "turns not sent": (lambda: found(requests(), turns_not_sent=7), "7, since"),
     "targets differ": (
         lambda: found(requests(head=with_target(1, model="a")), (requests(head=with_target(2, model="b")),)),
-        "model 'a' here, 'b' at t2",
+        "model 'a' at t1, 'b' at t2: not the same work",
     ),
     "network path": (
         lambda: found(
             requests(head=with_target(1)), (requests(head=with_target(2) | {"probe": PROBE | {"rtt_ms": 9.1}}),)
         ),
-        "0.10 ms here and 9.10 ms to t2",
+        "0.10 ms to t1, 9.10 ms to t2: over 10% of the smaller TTFT",
     ),
 }
 
@@ -124,6 +139,30 @@ def test_each_check_fires_with_its_figures(kind: str) -> None:
     make, words = TROUBLE[kind]
     got = make()
     assert words in got[kind]
+
+
+def test_evidence_effect_and_advice_are_told_apart_and_make_a_sentence() -> None:
+    (doubt,) = (d for d in raised(growing(), reason="exhausted") if d.kind == "overloaded")
+    assert doubt.text.endswith("so all other figures depend on how long the run was")
+    assert (doubt.effect, doubt.advice) == ("too low", "Lower --rate or --speed")
+    assert doubt.sentence == f"{doubt.text}. Latencies are likely too low. Lower --rate or --speed"
+    assert Doubt("missing cell", "t at c=8: gone").sentence == "t at c=8: gone. Figures may be off either way"
+    early, late = (_effect(requests(asked_out=asked), "delivered tokens") for asked in (6, 4))
+    assert (early, late) == ("too low", "too high")  # shorter answers end sooner
+    assert _effect(slow_start(15), "warming") == "too high"
+    assert _effect(slowing(400, 4), "drift") == "too low"  # a longer run would be slower
+
+
+def _effect(c: Cell, kind: str) -> str:
+    return next(d.effect for d in raised(c) if d.kind == kind)
+
+
+def test_a_steady_state_that_begins_past_the_half_makes_the_window_too_short() -> None:
+    got = found(slow_start(54))
+    assert got["too short"].startswith(
+        "steady state begins after 50 of 100 requests, the warm-up was of 0: what is left"
+    )
+    assert "warming" not in got
 
 
 @pytest.mark.parametrize("kind", TROUBLE)
@@ -319,9 +358,10 @@ def test_more_records_than_were_planned_break_an_identity_however_the_cell_ended
 
 def test_turns_that_were_not_sent_when_the_duration_was_over_say_so() -> None:
     over = "7, since the duration was over"
-    assert found(requests(), turns_not_sent=7, reason="duration")["turns not sent"] == over
+    longer = "Give a longer --duration"
+    assert found(requests(), turns_not_sent=7, reason="duration")["turns not sent"] == f"{over}. {longer}"
     spoiled = found(failing(4), turns_not_sent=7, reason="duration")["turns not sent"]
-    assert spoiled == f"{over} or one before them failed or was cut"
+    assert spoiled == f"{over} or one before them failed or was cut. {longer}"
     assert "duration" not in found(requests(), turns_not_sent=7, reason="exhausted")["turns not sent"]
 
 

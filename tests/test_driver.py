@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_bench.clock import Timer, now_ns
-from llm_bench.driver import Drive, Flight, Gauge, closed_loop, open_loop, pace
+from llm_bench.driver import closed_loop, open_loop, pace
 from llm_bench.exchange import CANCELLED, COMPLETE, CONNECT_ERROR, CUT, TOTAL_TIMEOUT, Exchange, Timeouts
+from llm_bench.flights import Drive, Flight, Gauge
 from llm_bench.retry import Tried, retrying
 from llm_bench.wire import Wire, run
 from tests.scripted import Script, Scripted, Seen, http_response
@@ -221,13 +222,15 @@ def test_rows_out_of_time_order_leave_in_time_order() -> None:
 def test_waiting_at_the_cap_is_part_of_the_latency() -> None:
     """Case 16 at a tenth of its times: 50 req/s, cap 1, service 40 ms."""
     got = drive(open_loop, Rows([i * 20 * MS for i in range(6)]), service_ms=40, max_in_flight=1)
+    ends = [got.exchange(i).end_ns for i in range(6)]
     waits = [(f.ready_ns - f.due_ns) / MS for f in got.flights]
-    assert waits == pytest.approx([0, 20, 40, 60, 80, 100], abs=15)
-    latencies = [(got.exchange(i).end_ns - got.by_row()[i].due_ns) / MS for i in range(6)]
-    assert latencies == pytest.approx([40, 60, 80, 100, 120, 140], abs=20)
+    latencies = [(ends[i] - got.by_row()[i].due_ns) / MS for i in range(6)]
+    early = 2  # a sleep of asyncio's may end so many ms early; late it is by what this machine does besides
+    assert all(wait >= 20 * i - early * (i + 1) for i, wait in enumerate(waits))
+    assert all(latency >= 40 + 20 * i - early * (i + 1) for i, latency in enumerate(latencies))
+    assert all(0 <= got.by_row()[i].ready_ns - ends[i - 1] < 1000 * MS for i in range(1, 6))
     assert [row for row, _ in got.target.sent] == list(range(6))
     assert got.target.peak == got.gauge.peak == 1
-    assert all(got.exchange(i).sent_ns - got.by_row()[i].ready_ns < 10 * MS for i in range(6))
 
 
 @settings(max_examples=10, deadline=None)
@@ -443,6 +446,15 @@ def test_the_duration_runs_from_the_opening_of_the_window() -> None:
     assert 200 <= window_ms < 1000  # late by a turn of the loop, however long this machine takes for one
     assert max(f.due_ns for f in got.flights) <= got.drive.window_close_ns
     assert {got.exchange(f.index).ended for f in got.flights} == {COMPLETE}  # drained, not cut
+
+
+def test_users_who_think_when_the_duration_is_over_have_not_closed_the_window_before_it() -> None:
+    # It opens with the first wave's second turns; by its end all conversations have begun, and both users think.
+    plan = conversations([0, 1], [2, 3], [4, 5], [6, 7], think_ns=600 * MS)
+    got = drive(closed_loop, plan, service_ms=5, concurrency=2, duration_s=0.1)
+    assert (got.drive.reason, got.drive.turns_not_sent, len(got.flights)) == ("duration", 2, 6)
+    assert got.drive.window_close_ns - got.drive.window_open_ns >= 100 * MS
+    assert got.drive.window_close_ns > max(got.exchange(f.index).end_ns for f in got.flights)
 
 
 def test_what_is_still_in_flight_after_the_drain_is_cut() -> None:

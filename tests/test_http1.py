@@ -276,6 +276,29 @@ def test_an_event_has_the_stamp_of_the_read_that_completed_it_and_events_of_one_
     )
 
 
+BLOCKS = [b"data: {}", b"data: one", b"data:  two ", b"data: data: x", b"data:none", b"data: ", b"data", b": ping", b""]
+BLOCKS += [b"event: e\ndata: x", b"data: a\ndata: b", b"data: a\n: c", b"id: 1"]
+
+
+@unhurried
+@given(
+    st.lists(st.sampled_from(BLOCKS[:2] * 6 + BLOCKS), max_size=12),
+    st.sampled_from([b"", b"\n", b"data: x", b"\n: "]),
+    cuts,
+)
+def test_a_whole_body_gives_the_events_that_its_pieces_give_one_by_one(blocks, tail, at):
+    body = b"".join(block + b"\n\n" for block in blocks) + tail
+    pieces = [piece for piece in cut(body, at) if piece]
+    read_ns = [10 * (k + 1) for k in range(len(pieces))]
+    sse, stamped = Sse(), []
+    for ns, piece in zip(read_ns, pieces, strict=True):
+        stamped += [(ns, data) for data in sse.feed(piece)]
+    got = events(read_ns, pieces)
+    assert (got.stamped, got.comments, got.leftover) == (stamped, sse.comments, sse.leftover())
+    whole = events([7], [body])
+    assert [data for _, data in whole.stamped] == [data for _, data in stamped]
+
+
 @unhurried
 @given(streams, cuts)
 def test_an_events_name_stands_at_its_place_in_the_whole_stream_whatever_the_split(stream, at):

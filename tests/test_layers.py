@@ -8,13 +8,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Import order of llm_bench, as DESIGN.md gives it.
-LAYERS = """errors limits clock exchange http1 stats request fields formats trace prompts dialects answer null_target
-host calibration targets probe plan shapes columns records retry wire driver shards cell beside measure book run windows
-series outcomes slo metrics objectives identities facts client doubts results words terminal_report markdown export
-report selfcheck terminal options cli_run cli""".split()
+LAYERS = """errors limits clock exchange http1 stats steady pairs changes request ticks prefixes fields captured agentic
+formats containers trace workload doctor trace_report trace_plot fit model_file synth servegen goodness
+goodness_plot anonymise mix selection prompts bodies dialects answer null_target host calibration proxy
+targets probe plan shapes columns records retry connection wire flights driver shards cell beside measure book
+run windows series outcomes slo metrics objectives identities facts client doubts as_tools results words
+timeline svg charts html_report terminal_report markdown export parquet report rules gate grid gate_report
+accelerators kv_cache curves selfcheck terminal options cli_run cli_trace cli arms pairing""".split()
 
-PURE = """http1 stats request fields formats trace prompts dialects answer windows series slo metrics objectives doubts
-shapes columns outcomes identities facts client""".split()
+PURE = """http1 stats steady pairs changes request ticks prefixes fields captured agentic formats containers trace
+workload doctor trace_report fit synth servegen goodness anonymise mix selection prompts bodies dialects
+answer plan windows series slo metrics objectives doubts shapes columns outcomes identities facts client
+as_tools timeline svg charts rules gate kv_cache curves accelerators""".split()
 PURE_ENGINE = "sequence blocks policies scheduler".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 

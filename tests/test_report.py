@@ -127,6 +127,15 @@ def test_every_format_has_each_class_and_each_limit_with_its_verdict(tmp_path: P
         assert re.search(r"[|│] *batch *[|│] *200 *[|│]", flat)
 
 
+@pytest.mark.parametrize("format_", ["terminal", "md"])
+def test_a_report_says_what_stood_between_the_client_and_its_target(tmp_path: Path, format_: str) -> None:
+    target = {"name": "a", "proxy": "http://proxy:3128", "insecure": True}
+    write_cell(tmp_path / "run", "000-a", FIVE, target=target)
+    text = " ".join(report.render([results.load_run(tmp_path / "run")], Asked(), format_).split())
+    assert "asked through the proxy http://proxy:3128" in text
+    assert "its https certificate was not checked (--insecure)" in text
+
+
 def test_by_default_what_the_slo_limits_is_shown_too(tmp_path: Path) -> None:
     run = classed(tmp_path / "run")
     slo = objectives.parse("ttft_p99<=200ms,itl_p99<1s")
@@ -166,7 +175,7 @@ def test_every_number_is_the_one_worked_by_hand(five: Path) -> None:
     assert cell["failures"] == [
         {"kind": "http_5xx", "count": 1, "statuses": {"503": 1}, "first_error": "HTTP 503: busy | later"}
     ]
-    assert {"kind": "weather", "text": "it rained"} in cell["doubts"]
+    assert {"kind": "weather", "text": "it rained", "effect": "either way", "advice": ""} in cell["doubts"]
 
 
 def test_csv_is_long_and_carries_the_same_numbers(five: Path) -> None:
@@ -383,7 +392,7 @@ def test_cells_that_never_ran_are_named_everywhere(
         write_cell(tmp_path, entry["file"].removesuffix(".arrow"), FIVE)
     (tmp_path / "run.json").write_text(json.dumps(PLANNED | {"cells": cells}))
     run = results.load_run(tmp_path)
-    assert [d for d in results.verdict(run).doubts if d.kind == "missing cell"] == [
+    assert [(d.kind, d.text) for d in results.verdict(run).doubts if d.kind == "missing cell"] == [
         ("missing cell", f"{cell}: {why}") for cell in missing
     ]
     text = report.render([run], Asked(["error_rate"]), format_)

@@ -15,6 +15,13 @@ from tests.scripted import END, SSE_HEAD, Scripted, http_response, sse, token, u
 NONE = Path("no-such-targets.toml")
 
 
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
 def silent(_: str) -> None:
     pass
 
@@ -180,17 +187,24 @@ def test_secrets_are_hidden_whole_and_cut_in_the_middle_and_nothing_else_is(monk
     assert hide("abc Token sk-012") == "abc Token sk-012"  # too short to be told from any text
 
 
-@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
-def test_a_proxy_that_would_apply_is_named_unless_the_target_is_excepted(monkeypatch, name):
-    for other in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(other, raising=False)
-        monkeypatch.delenv(other.upper(), raising=False)
-    assert targets.unused_proxy("http://h:8000/v1") == ""
-    monkeypatch.setenv(name, "http://proxy:3128")
-    assert targets.unused_proxy("http://h:8000/v1") == name.upper()
-    assert targets.unused_proxy("https://h/v1") == ("ALL_PROXY" if "all" in name else "")
-    monkeypatch.setenv("NO_PROXY", "g,h")
-    assert targets.unused_proxy("http://h:8000/v1") == ""
+def test_a_list_of_targets_says_which_keys_are_not_set_and_fails_for_none(tmp_path, monkeypatch):
+    file = tmp_path / "targets.toml"
+    file.write_text(
+        "[targets.a]\nurl = 'http://h/v1'\nkey_env = 'A_KEY'\n[targets.b]\nurl = 'http://g/v1'\nkey_env = 'B_KEY'\n"
+        "[targets.c]\nurl = 'http://f/v1'\nkey_env = 'hf_0123456789abcdef'\n"
+    )
+    monkeypatch.setenv("B_KEY", SECRET)
+    monkeypatch.delenv("A_KEY", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://p:1")  # no matter for a list
+    assert targets.listing(file) == [
+        "a  http://h/v1  openai-chat  key: $A_KEY not set",
+        "b  http://g/v1  openai-chat  key: $B_KEY",
+        "c  http://f/v1  openai-chat  key: the environment variable not set",  # it may be the key itself
+        "reference  built in, started for a run  openai-chat",
+        "null  built in, started for a run  openai-chat",
+    ]
+    with pytest.raises(BenchError, match="A_KEY"):
+        targets.parse("a", file, {"proxy": "none"})
 
 
 def test_two_targets_of_one_name_and_none_at_all_are_refused():

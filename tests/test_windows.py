@@ -1,5 +1,6 @@
 """Where windows open and close, on loops whose every moment is known."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from llm_bench import windows
 from llm_bench.errors import BenchError
 from llm_bench.metrics import compute
+from llm_bench.records import Cell
 from llm_bench.windows import Window
 from tests.sample import START_NS, cell, closed_loop, ns, record
 
@@ -22,7 +24,7 @@ def test_closed_loop_opens_after_two_rounds_and_closes_at_the_first_slot_left_em
     # refilled; the last leaves at 990 ms and the next end, at 1000 ms, finds nothing to send.
     w = windows.of(closed_loop(100, 10))
     assert (ms(w.start_ns), ms(w.end_ns)) == (290, 1000)
-    assert (w.warmup, w.requests, w.first_wave, w.state) == (29, 71, 10, "")
+    assert (w.warmup, w.requests, w.first_wave, w.state) == (29, 71, 10, windows.STATIONARY)
 
 
 def test_first_wave_outlasts_a_shorter_warmup() -> None:
@@ -49,7 +51,7 @@ def test_duration_ends_the_window_and_the_shorter_of_both_decides() -> None:
 def test_under_five_requests_a_slot_is_too_short() -> None:
     w = windows.of(closed_loop(60, 10))
     assert (w.requests, w.state) == (31, windows.TOO_SHORT)
-    assert windows.of(closed_loop(79, 10)).state == ""
+    assert windows.of(closed_loop(79, 10)).state == windows.STATIONARY
 
 
 @pytest.mark.parametrize("n", [0, 1, 10, 20])
@@ -79,23 +81,51 @@ def test_a_user_who_thinks_keeps_the_slot() -> None:
     assert (ms(w.start_ns), ms(w.end_ns)) == (250, 3000)
 
 
-def test_a_user_still_thinking_when_the_duration_is_over_left_no_slot_empty() -> None:
-    # Two slots, conversations of two turns, a second of thought between. The drive ends 6 s after its window opened,
-    # when the users of both slots think: the last records ended before that.
+def thinkers(until: float, duration_s: float | None = 5.0) -> Cell:
+    """Two slots, 12 conversations of two turns with a second of thought between, of which those due before `until` ms.
+
+    The slots are full from 600 ms on, the first wave has ended at 1,800 ms, the last conversation begins at 6,600 ms,
+    and the first slot for which none is left falls free at 7,200 ms.
+    """
     rows = []
     for i in range(12):
         begin = 1200 * (i // 2) + 600 * (i % 2)
         rows.append(record(2 * i, begin, events=[begin + 100], session=f"s{i}"))
         rows.append(record(2 * i + 1, begin + 1100, events=[begin + 1200], session=f"s{i}", turn=1))
-    load = {"kind": "closed", "concurrency": 2, "warmup": 0, "duration_s": 5.0}
-    c = cell([r for r in rows if r.due_ns < ns(6800)], load=load, plan={"requests": 100})
-    cut = windows.of(c)  # nothing says how it ended
-    w = windows.of(c, {"reason": "duration", "turns_not_sent": 2})
-    assert (ms(cut.start_ns), ms(w.start_ns)) == (1800, 1800)
-    assert (ms(cut.end_ns), ms(w.end_ns)) == (6700, 6800)
+    load = {"kind": "closed", "concurrency": 2, "warmup": 0, "duration_s": duration_s}
+    return cell([r for r in rows if r.due_ns < ns(until)], load=load)
+
+
+def driven(reason: str, opened: float, closed: float) -> dict[str, object]:
+    return {"reason": reason, "window_open_ns": ns(opened), "window_close_ns": ns(closed)}
+
+
+def test_a_user_still_thinking_when_the_duration_is_over_left_no_slot_empty() -> None:
+    # The drive ends 5 s after its window opened. By then all conversations have begun, and both users think: of the one
+    # who is heard of last before that, nothing more would have come for 300 ms.
+    c = thinkers(until=6800)
+    shown = windows.of(c)  # nothing says how it ended
+    w = windows.of(c, driven("duration", 1800, 6800))
+    assert (ms(shown.start_ns), ms(w.start_ns)) == (1800, 1800)
+    assert (ms(shown.end_ns), ms(w.end_ns)) == (6700, 6800)
+    assert shown.rule.endswith("to the first slot that was not refilled")
     assert w.rule.endswith("to 5 s later")
-    assert windows.of(c, {"reason": "duration", "turns_not_sent": 100 - c.n}) == cut  # the plan had run out
-    assert windows.of(c, {"reason": "interrupted", "turns_not_sent": 2}) == cut
+    late = windows.of(c, driven("duration", 1800.02, 6800.3))  # the loop's timer, and what it took to notice
+    assert ms(late.end_ns) == 6800
+    early = windows.of(c, driven("duration", 1799.9, 6799.9))  # never past the moment when slots were refilled no more
+    assert ms(early.end_ns) == pytest.approx(6799.9)
+
+
+def test_the_driver_knows_when_a_slot_could_not_be_refilled() -> None:
+    w = windows.of(thinkers(until=9000, duration_s=60.0), driven("exhausted", 1800, 7200))
+    assert ms(w.end_ns) == 7200
+    assert w.rule.endswith("to the first slot that was not refilled")
+    assert windows.of(thinkers(until=9000, duration_s=None)).end_ns == w.end_ns  # as the records show it
+    interrupted = windows.of(thinkers(until=6300), driven("interrupted", 1800, 6300))
+    assert ms(interrupted.end_ns) == 6300
+    # A duration that was over after a slot had been left empty does not lengthen the window.
+    short = windows.of(thinkers(until=9000, duration_s=6.0), driven("duration", 1800, 7200))
+    assert (ms(short.end_ns), short.rule.endswith("not refilled")) == (7200, True)
 
 
 def test_open_loop_runs_from_its_share_of_warmup_to_the_last_due_time() -> None:
@@ -112,7 +142,7 @@ def test_under_twenty_requests_an_open_window_is_too_short() -> None:
     rows = [record(i, 100 * i, events=[100 * i + 30]) for i in range(22)]
     assert [(w.requests, w.state) for n in (19, 20) for w in [windows.open_(cell(rows[:n]), 0.0)]] == [
         (19, windows.TOO_SHORT),
-        (20, ""),
+        (20, windows.STATIONARY),
     ]
 
 
@@ -141,15 +171,16 @@ def overloaded(served_per_s: float) -> Window:
 
 
 def test_a_backlog_that_grows_is_named_with_its_rate() -> None:
-    # Window 1.49 s to 29.8 s: 8 were due and 1 had ended before it, 150 and 29 at its end.
+    # Case 17. Window 1.49 s to 29.8 s: 8 were due and 1 had ended before it, 150 and 29 at its end.
     w = overloaded(1.0)
     assert w.state == windows.GROWING
-    assert w.growth == pytest.approx(((150 - 29) - (8 - 1)) / 28.31)
+    assert w.growth == pytest.approx(4.0, rel=0.005)
+    assert w.evidence.startswith(f"over the window the backlog grew by {(150 - 29) - (8 - 1)} (chance: 24)")
 
 
 @pytest.mark.parametrize("served", [5.0, 5.5, 20.0])
 def test_at_and_below_capacity_nothing_grows(served: float) -> None:
-    assert overloaded(served).growth == 0
+    assert (overloaded(served).growth, overloaded(served).state) == (0, windows.STATIONARY)
 
 
 @pytest.mark.parametrize("stay_s", [25, 40, 59, 90])
@@ -157,7 +188,7 @@ def test_filling_an_empty_system_is_no_overload(stay_s: int) -> None:
     # 10/s for 60 s with answers of 25 s: in flight rises to 250 and stays there. Over 60 s none has ended yet.
     rows = [record(i, 100 * i, events=[100 * i + 1000 * stay_s]) for i in range(600)]
     w = windows.open_(cell(rows))
-    assert (w.growth, w.state) == (0, windows.TOO_SHORT if stay_s > 60 else "")
+    assert (w.growth, w.state) == (0, windows.TOO_SHORT if stay_s > 60 else windows.STATIONARY)
 
 
 def test_few_requests_or_few_moments_say_nothing_of_growth() -> None:
@@ -180,9 +211,78 @@ def test_a_backlog_never_grows_faster_than_requests_arrive(gaps_and_stays: list[
 
 
 def test_what_the_cap_held_back_until_the_end_is_backlog() -> None:
-    served = [record(k, 200 * k, events=[1000 * k + 1000]) for k in range(30)]
+    served = [record(k, 200 * k, sent=1000 * k, events=[1000 * k + 1000]) for k in range(30)]
     dropped = [record(k, 200 * k, outcome="dropped") for k in range(30, 150)]
-    assert windows.of(cell(served + dropped, load={"kind": "open", "rate": 5.0})).growth == overloaded(1.0).growth
+    load = {"kind": "open", "rate": 5.0, "max_in_flight": 1}
+    assert windows.of(cell(served + dropped, load=load)).growth == overloaded(1.0).growth
+
+
+def test_a_cap_keeps_in_flight_level_while_the_backlog_grows() -> None:
+    # 5/s offered, one in flight at a time, 1 s each, all of them sent in the end.
+    rows = [record(k, 200 * k, sent=1000 * k, events=[1000 * k + 1000]) for k in range(150)]
+    w = windows.of(cell(rows, load={"kind": "open", "rate": 5.0, "max_in_flight": 1}))
+    assert (w.state, w.growth) == (windows.GROWING, pytest.approx(4.0, rel=0.01))
+
+
+def test_a_backlog_that_ends_is_not_growing() -> None:
+    # 10/s for 60 s. A pause of the server from 30 s to 33 s, made good at twice the rate until 36 s.
+    rows, free = [], 0.0
+    for k in range(600):
+        due = 100.0 * k
+        free = max(free + 50, due + 50)
+        free = 33_000.0 if 30_000 <= free < 33_000 else free
+        rows.append(record(k, due, events=[free]))
+    w = windows.of(cell(rows, load={"kind": "open", "rate": 10.0, "warmup": 0.0}))
+    assert (w.state, w.growth) == (windows.STATIONARY, 0)
+
+
+def test_a_warm_up_that_was_too_short_is_found_and_said() -> None:
+    # 200 requests, 10 a second, the first 40 of them of 500 ms, later ones of 100: steady from the 40th on.
+    rows = [record(k, 100 * k, events=[100 * k + (500 if k < 40 else 100)]) for k in range(200)]
+    late, enough = (windows.of(cell(rows, load={"kind": "open", "rate": 10.0, "warmup": s})) for s in (1.0, 4.0))
+    assert late.state == windows.WARMING
+    assert late.settling == windows.Settling(40, 200, 10, False, 500.0, 100.0)
+    assert (enough.state, enough.settling) == (windows.STATIONARY, None)
+    assert enough.evidence.startswith("a warm-up of 40 of 200 requests is enough (MSER-5); over the window the backlog")
+    slow = [record(k, 100 * k, events=[100 * k + (500 if k < 110 else 100)]) for k in range(200)]
+    half = windows.of(cell(slow, load={"kind": "open", "rate": 10.0, "warmup": 1.0}))
+    assert half.state == windows.TOO_SHORT
+    assert half.settling == windows.Settling(100, 200, 10, True, pytest.approx(500), pytest.approx(140))
+
+
+@pytest.mark.parametrize("n", [20, 100, 400])
+def test_independent_latencies_are_seldom_called_warming(n: int) -> None:
+    found = 0
+    for seed in range(40):
+        stays = np.random.Generator(np.random.PCG64([n, seed])).lognormal(5, 0.8, n)
+        rows = [record(k, 100 * k, events=[100 * k + stay]) for k, stay in enumerate(stays)]
+        found += windows.of(cell(rows, load={"kind": "open", "rate": 10.0, "warmup": None})).settling is not None
+    assert found <= 3  # MSER-5 alone: about 15, 8 and 2
+
+
+def slowing(n: int, slots: int, share: float = 0.5) -> Cell:
+    """A closed loop of `slots` whose requests take about 100 ms and longer and longer, by `share` at the end."""
+    noise = np.random.Generator(np.random.PCG64(5)).lognormal(0, 0.3, n)
+    free, rows = [25.0 * k for k in range(slots)], []
+    for i in range(n):
+        slot = int(np.argmin(free))
+        due = free[slot]
+        free[slot] += 100 * noise[i] * (1 + share * i / n)
+        rows.append(record(i, due, events=[due + 30, free[slot]]))
+    return cell(rows, load={"kind": "closed", "concurrency": slots, "warmup": None})
+
+
+def test_a_closed_loop_that_slows_down_drifts() -> None:
+    w = windows.of(slowing(400, 4))
+    assert w.state == windows.WARMING
+    assert w.drift is not None
+    assert w.drift.drifting
+    assert (w.drift.latency.slope > 0, w.drift.rate.slope < 0) == (True, True)
+    steady = windows.of(slowing(400, 4, share=0.0))
+    assert (steady.state, steady.drift and steady.drift.drifting) == (windows.STATIONARY, False)
+    few = windows.of(slowing(40, 2))
+    assert (few.state, few.drift) == (windows.STATIONARY, None)
+    assert few.evidence.endswith("drift untested: under 40 requests")
 
 
 def test_in_flight_is_counted_half_open() -> None:

@@ -1,16 +1,18 @@
 import asyncio
 import ssl
-import subprocess
 import time
 from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llm_bench.clock import now_ns
+from llm_bench.connection import Connection, Pool
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import (
     CANCELLED,
@@ -27,7 +29,10 @@ from llm_bench.exchange import (
     Exchange,
     Timeouts,
 )
+from llm_bench.http1 import ProtocolError, Response, Sse
 from llm_bench.wire import Wire, request_head
+from tests.certificates import make_certificate
+from tests.fixtures import unhurried
 from tests.scripted import (
     END,
     FINISH,
@@ -152,6 +157,59 @@ def test_events_of_one_read_share_its_stamp() -> None:
         exchange = exchange_with(server.url)
     assert len(exchange.pieces) == len(exchange.read_ns) == 1  # a piece a read, however many chunks were in it
     assert exchange.pieces[0].count(b"data: ") == 4
+
+
+class NoSocket:
+    """The transport of a connection that is fed by hand."""
+
+    def write(self, data: bytes) -> None: ...
+    def abort(self) -> None: ...
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+
+WHOLE = SSE_HEAD + ROLE + comment() + sse(*map(token, "abcdef"), FINISH, "[DONE]") + END
+
+
+@unhurried
+@given(
+    st.sampled_from([WHOLE, WHOLE + b"\r\n", WHOLE + b"more", WHOLE[:-5] + b"zz", OK, b"HTTP/1.0 200 \r\n\r\ntext"]),
+    st.lists(st.integers(1, len(WHOLE)), max_size=40),
+)
+def test_whatever_the_split_a_read_gives_one_piece_and_one_stamp(message: bytes, at: list[int]) -> None:
+    edges = [0, *sorted({k for k in at if k < len(message)}), len(message)]
+    reads = [message[a:b] for a, b in pairwise(edges)]
+
+    async def main() -> Exchange:
+        connection = Connection(Pool(Timeouts(), bears_token, reuse=True))
+        connection.transport = cast(asyncio.Transport, NoSocket())
+        exchange = Exchange()
+        connection.ask(b"", exchange, None)
+        for data in reads:
+            connection.data_received(data)
+        connection.end(CUT, "no more")
+        return exchange
+
+    exchange, response, pieces, seen = asyncio.run(main()), Response(), [], 0
+    for data in reads:
+        seen += len(data)
+        try:
+            new = response.feed(data)
+        except ProtocolError as e:
+            new = e.pieces
+        pieces += [b"".join(new)] if new else []
+        if exchange.bytes_in == seen:
+            break
+    assert exchange.pieces == pieces
+    assert len(exchange.read_ns) == len(pieces)
+    assert (exchange.status, exchange.headers) == (response.status, response.headers)
+    complete = response.complete and exchange.ended != PROTOCOL_ERROR
+    assert exchange.ended == COMPLETE if complete else exchange.ended in (CUT, PROTOCOL_ERROR)
+    bears = any(map(bears_token, Sse().feed(b"".join(pieces))))
+    assert bool(exchange.first_token_ns) == (bears and response.headers[0][1] == b"text/event-stream")
 
 
 def test_a_step_of_the_wall_clock_moves_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +492,7 @@ def test_a_server_that_read_the_request_worked_and_dropped_it_has_failed_it_on_a
 def test_a_request_that_crossed_the_close_is_sent_again_and_its_latency_runs_from_the_first_sending(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm_bench.wire._CROSSING_NS", 10**10)  # however busy this machine is
+    monkeypatch.setattr("llm_bench.connection._CROSSING_NS", 10**10)  # however busy this machine is
     with Scripted(lambda number, seen: [(50, b""), "close"] if number == 1 else [(0, OK)]) as server:
         _, again = one_after_another(server.url, 2, run)
     assert (again.ended, again.reconnects, server.connections, len(server.requests)) == (COMPLETE, 1, 2, 3)
@@ -447,7 +505,7 @@ def test_a_request_that_crossed_the_close_is_sent_again_and_its_latency_runs_fro
 def test_the_limits_and_the_cancel_of_a_request_sent_again_run_from_the_first_sending(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm_bench.wire._CROSSING_NS", 10**10)
+    monkeypatch.setattr("llm_bench.connection._CROSSING_NS", 10**10)
 
     def answer(number: int, seen: Seen) -> Script:
         return [(0, OK)] if number == 0 else [(200, b""), "close"] if number == 1 else ["hang"]
@@ -472,7 +530,7 @@ def test_the_limits_and_the_cancel_of_a_request_sent_again_run_from_the_first_se
 def test_a_close_that_has_come_unnoticed_costs_a_new_connection_and_nothing_is_sent_on_the_old_one(
     run: Run, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm_bench.wire._CROSSING_NS", -(10**18))  # so that nothing would be sent a second time
+    monkeypatch.setattr("llm_bench.connection._CROSSING_NS", -(10**18))  # so that nothing would be sent a second time
     with Scripted([(0, OK), then]) as server:
         got = one_after_another(server.url, 4, run, lambda: time.sleep(0.05))  # the loop sees nothing meanwhile
     assert [e.error for e in got] == [""] * 4
@@ -537,7 +595,7 @@ def test_a_cancelled_task_gets_what_was_seen_so_far_as_cut(script: Script, run: 
             await asyncio.sleep(0.1)
             task.cancel()
             exchange = await task
-            assert not wire.busy
+            assert not wire.pool.busy
             wire.close()
             return exchange
 
@@ -577,18 +635,7 @@ def test_close_cuts_what_is_in_flight() -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    try:
-        made = subprocess.run(
-            [*command.split(), "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert],
-            capture_output=True,
-        )
-    except FileNotFoundError:
-        pytest.skip("openssl, which makes the certificate, is not installed")
-    assert made.returncode == 0, made.stderr
-    return key, cert
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.mark.parametrize("run", LOOPS)
@@ -646,3 +693,94 @@ def test_a_file_without_certificates_is_refused(tmp_path: Path) -> None:
     empty.write_text("")
     with pytest.raises(BenchError, match=r"empty.pem"):
         wire_to("https://localhost/v1", cafile=str(empty))
+
+
+# ---- what servers of the field do besides
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_an_ipv6_address_in_a_url_is_reached(run: Run) -> None:
+    async def main() -> tuple[Exchange, bytes, int]:
+        heads: list[bytes] = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heads.append(await reader.readuntil(b"\r\n\r\n{}"))
+            writer.write(SSE_HEAD + sse(token("a"), FINISH) + END)
+            await reader.read()
+            writer.close()
+
+        try:
+            server = await asyncio.start_server(answer, "::1", 0)
+        except OSError as e:
+            pytest.skip(f"this machine has no IPv6: {e}")
+        port = server.sockets[0].getsockname()[1]
+        wire = wire_to(f"http://[::1]:{port}/v1")
+        exchange = await wire.send(BODY)
+        wire.close()
+        await asyncio.sleep(0.05)
+        server.close()
+        return exchange, heads[0], port
+
+    exchange, head, port = run(main())
+    assert exchange.ended == COMPLETE, exchange.error
+    assert f"\r\nHost: [::1]:{port}\r\n".encode() in head
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_a_large_prompt_that_its_server_does_not_read_stalls_no_other_stream(run: Run) -> None:
+    large = b"x" * (16 << 20)  # more than the buffers of both sides hold
+    payload = b"Content-Length: %d\r\n\r\n%b" % (len(large), large)
+
+    async def main() -> tuple[Exchange, Exchange]:
+        other_is_done = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b"Content-Length: 2\r\n" not in head:
+                await other_is_done.wait()
+                await reader.readexactly(len(large))
+            writer.write(SSE_HEAD)
+            for text in "abcde":  # a read each
+                writer.write(sse(token(text)))
+                await asyncio.sleep(0.01)
+            writer.write(sse(FINISH) + END)
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, limit=1 << 16)
+        wire = wire_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        slow = asyncio.create_task(wire.send(payload))
+        await asyncio.sleep(0.05)  # it has filled what can be filled
+        quick = await wire.send(BODY)
+        other_is_done.set()
+        got = await slow, quick
+        wire.close()
+        await asyncio.sleep(0.05)
+        server.close()
+        return got
+
+    slow, quick = run(main())
+    assert (slow.ended, quick.ended) == (COMPLETE, COMPLETE), (slow.error, quick.error)
+    assert len(quick.pieces) > 1
+    assert slow.sent_ns > quick.end_ns  # its last byte left after the other had its whole answer
+    assert slow.first_token_ns > slow.sent_ns
+
+
+def test_trailers_and_a_redirect_are_no_failure_of_the_connection_and_are_not_followed() -> None:
+    trailed = SSE_HEAD + sse(token("a"), FINISH) + b"0\r\nX-Took-Ms: 12\r\nX-Late: yes\r\n\r\n"
+    moved = http_response(307, b"", {"Location": "http://127.0.0.1:1/elsewhere"})
+
+    async def main(url: str) -> list[Exchange]:
+        wire = wire_to(url)
+        got = [await wire.send(BODY) for _ in range(3)]
+        wire.close()
+        return got
+
+    with Scripted(lambda number, seen: [(0, moved if number == 1 else trailed)]) as server:
+        first, redirect, last = asyncio.run(main(server.url))
+    assert [e.ended for e in (first, redirect, last)] == [COMPLETE] * 3
+    assert [e.status for e in (first, redirect, last)] == [200, 307, 200]
+    assert b"".join(first.pieces) == b"".join(last.pieces)
+    assert first.pieces[-1].endswith(b"\n\n")  # the trailer is no part of the body
+    assert not any(name.startswith(b"x-") for name, _ in first.headers)
+    assert (server.connections, len(server.requests)) == (1, 3)
