@@ -49,6 +49,7 @@ class Answer(NamedTuple):
     tokens_cached: int
     tokens_out: int  # all choices
     tokens_out_from: str  # usage | tokenizer | events | ""; token ids on the wire count under "events"
+    tokens_counted: int  # of the same text by the tokenizer, where it was asked to check the usage; else -1
     text_bytes: int  # UTF-8, all choices, reasoning and tool calls too
     comments: int
     server_ms: Mapping[str, float]
@@ -65,12 +66,14 @@ def read(
     finish_expected: bool = True,
     choices: int = 1,
     count_tokens: Callable[[str], int] | None = None,
+    check_usage: bool = False,
 ) -> Answer:
     """The Answer in a finished exchange.
 
     `streamed`: an event stream was asked for. `asked_out`: max_tokens of each of `choices`. `pinned`: the probe showed
     that the end token can be ignored, so fewer tokens are a failure. `finish_expected`: False for a target that a
-    probe showed never to send finish_reason. `count_tokens`: a tokenizer, for answers without usage.
+    probe showed never to send finish_reason. `count_tokens`: a tokenizer, for answers without usage, and with
+    `check_usage` beside it.
     """
     assert exchange.ended, "the exchange has not ended"
     body = _read_body(exchange, dialect, streamed)
@@ -103,6 +106,7 @@ def read(
         tally.tokens_cached,
         tokens_out,
         source,
+        tally.counted(count_tokens) if check_usage and source == "usage" else -1,
         tally.text_bytes,
         body.comments,
         tally.server_ms,
@@ -222,11 +226,17 @@ class _Tally:
         if self.event_tokens and min(self.event_tokens) >= 0:
             return sum(self.event_tokens), "events"
         if count_tokens is not None and self.all_text:
-            return sum(count_tokens("".join(text)) for text in self.all_text.values()), "tokenizer"
+            return self.counted(count_tokens), "tokenizer"
         if not is_stream:
             return -1, ""  # a whole body is one event of any number of tokens
         events_of = Counter(self.event_choice)
         return sum(max(self.used.get(c, -1), 0) or events_of[c] for c in self.choices), "events"
+
+    def counted(self, count_tokens: Callable[[str], int] | None) -> int:
+        """Tokens of all text by a tokenizer; -1 without one, or without text."""
+        if count_tokens is None or not self.all_text:
+            return -1
+        return sum(count_tokens("".join(text)) for text in self.all_text.values())
 
 
 class _Body(NamedTuple):

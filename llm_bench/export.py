@@ -10,7 +10,7 @@ from llm_bench import metrics
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.results import Asked, Run, Sheet, sheets
-from llm_bench.words import LIMITED, or_default, table_lines
+from llm_bench.words import LIMITED, not_the_same_work, or_default, table_lines
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
 
@@ -76,6 +76,7 @@ def document(run: Run, asked: Asked) -> dict[str, Any]:
         "path": str(run.path),
         "run": dict(run.facts),
         "missing": [m._asdict() for m in run.missing],
+        "not_the_same_work": not_the_same_work(run),
         "doubts": [d._asdict() for d in run.own_doubts],
         "cells": [_cell_document(sheet) for sheet in sheets(run, asked)],
     }
@@ -98,6 +99,9 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
             "warmup_requests": w.warmup,
             "first_wave": w.first_wave,
             "backlog_growth_per_second": w.growth,
+            "state_evidence": w.evidence,
+            "settling": w.settling and w.settling._asdict(),
+            "drift_p": w.drift and w.drift.p,
         },
         "state": w.state,
         "complete": m.cell.complete,

@@ -1,7 +1,7 @@
 """What a check of a cell may look at when it asks for reasons to distrust it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,23 @@ def stopped(reason: str) -> str:
         _, number, how = (*reason.split(maxsplit=2), "died")[:3]
         return f"worker {number} died ({how})"
     return STOPPED.get(reason, "")
+
+
+Effect = Literal["too low", "too high", "either way"]
+TOO_LOW: Effect = "too low"  # latencies flatter the target
+TOO_HIGH: Effect = "too high"
+EITHER_WAY: Effect = "either way"
+
+
+class Finding(NamedTuple):
+    """What a check found: its evidence with figures, what that likely does to latencies, and what to do about it.
+
+    Rates err the other way: where latencies are too low, tokens/s and requests/s are too high.
+    """
+
+    text: str
+    effect: Effect
+    advice: str = ""
 
 
 class Facts(NamedTuple):

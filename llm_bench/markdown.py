@@ -9,6 +9,7 @@ from llm_bench.words import (
     TOOL_HEADS,
     by_target,
     legend,
+    not_the_same_work,
     number,
     remarks,
     shown_outcomes,
@@ -26,6 +27,8 @@ def text(run: Run, asked: Asked) -> str:
     """A run in Markdown."""
     names = asked.names
     lines = [f"## {title(run)}", ""]
+    if differs := not_the_same_work(run):
+        lines += [f"**{_md(differs)}**", ""]
     units = [metrics.parse(name).unit for name in names]
     heads = [f"{n} ({u})" if u not in ("1", "share") else n for n, u in zip(names, units, strict=True)]
     for target, mine in by_target(sheets(run, asked)).items():
@@ -54,7 +57,7 @@ def text(run: Run, asked: Asked) -> str:
 
 
 def _md_doubt(doubt: Doubt) -> str:
-    return f"- **doubt: {doubt.kind}**: {_md(doubt.text)}"
+    return f"- **doubt: {doubt.kind}**: {_md(doubt.sentence)}"
 
 
 def _md(text: str) -> str:

@@ -17,6 +17,7 @@ from llm_bench.words import (
     TOOL_HEADS,
     by_target,
     legend,
+    not_the_same_work,
     number,
     remarks,
     shown_outcomes,
@@ -45,6 +46,8 @@ def text(run: Run, asked: Asked) -> str:
     unbound = Console(file=out, force_terminal=colour, width=10_000, highlight=False)
     roomy = Console(file=out, force_terminal=colour, width=max(width, TOOL_WIDTH), highlight=False)
     console.print(Text(title(run), "bold"))
+    if line := not_the_same_work(run):
+        console.print(Text(line, "bold yellow"))
     for target, mine in by_target(sheets(run, asked)).items():
         console.print(Text(target, "bold"))
         for line in warnings(mine):
@@ -90,7 +93,7 @@ def _tool_table(tool: Table) -> Any:
 def _doubt_text(doubt: Doubt) -> Any:
     from rich.text import Text
 
-    return Text.assemble(("doubt: ", "bold yellow"), f"{doubt.kind}: {doubt.text}")
+    return Text.assemble(("doubt: ", "bold yellow"), f"{doubt.kind}: {doubt.sentence}")
 
 
 VERDICT_STYLES = {"MET": "bold green", "MISSED": "bold red", "UNDECIDED": "bold yellow"}

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from llm_bench import as_tools, outcomes, stats
+from llm_bench import as_tools, outcomes, stats, windows
 from llm_bench.as_tools import Table
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.records import OUTCOMES
 from llm_bench.results import Asked, Measured, Run, Sheet
+from llm_bench.same_work import Side, first_line, same_work
 
 _OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
 DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
@@ -65,7 +66,9 @@ def remarks(sheet: Sheet) -> list[str]:
     What a doubt says is not said here too: the window's state, and that a percentile is of too few.
     """
     lines = [] if sheet.measured.listed else [UNLISTED]
-    lines += [edges(sheet.measured), *([sheet.little.text] if sheet.little.rate else [])]
+    w = sheet.measured.window
+    steady = [f"{w.state}: {w.evidence}"] if w.state == windows.STATIONARY else []  # the other states have a doubt
+    lines += [edges(sheet.measured), *steady, *([sheet.little.text] if sheet.little.rate else [])]
     said: dict[str, list[str]] = {}  # what holds for several figures is said once
     for v in sheet.values:
         if v.reason:
@@ -148,6 +151,11 @@ def by_target(of_run: Sequence[Sheet]) -> dict[str, list[Sheet]]:
 
 def _counted(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
+
+
+def not_the_same_work(run: Run) -> str:
+    """What stands above everything where the targets of a run did not do the same work; "" where they did."""
+    return first_line(same_work([Side(m.target, m.cell) for m in run.cells]))
 
 
 def title(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Writes README.md's generated blocks from the tables in the code. `make docs`; tests/test_docs.py checks them."""
+"""Writes the generated blocks of README.md and docs/ from the tables in the code. `make docs`; test_docs.py checks."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ import typer.main
 
 from llm_bench.cli import app
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -74,4 +75,5 @@ def generate(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(generate(README.read_text()))
+    for page in PAGES:
+        page.write_text(generate(page.read_text()))

@@ -53,6 +53,7 @@ def record(
         "tokens_cached": -1,
         "tokens_out": len(events),
         "tokens_out_from": "usage",
+        "tokens_counted": -1,
         "text_bytes": 4 * len(events),
         "bytes_in": 200 * len(events),
         "comments": 0,

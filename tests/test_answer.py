@@ -299,8 +299,11 @@ def test_a_tokenizer_counts_where_the_server_does_not():
     reads = [(1, token("ab")), (2, token("cd") + FINISH + DONE)]
     answer = answered(reads, count_tokens=len)
     assert (answer.tokens_out, answer.tokens_out_from) == (4, "tokenizer")
+    assert answer.tokens_counted == -1  # nothing to hold it against
     answer = answered([*reads, (3, usage(3))], count_tokens=len)
-    assert (answer.tokens_out, answer.tokens_out_from) == (3, "usage")
+    assert (answer.tokens_out, answer.tokens_out_from, answer.tokens_counted) == (3, "usage", -1)
+    answer = answered([*reads, (3, usage(3))], count_tokens=len, check_usage=True)
+    assert (answer.tokens_out, answer.tokens_out_from, answer.tokens_counted) == (3, "usage", 4)
 
 
 @pytest.mark.parametrize(("count", "kind"), [(7, "short_output"), (8, ""), (9, "")])

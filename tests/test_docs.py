@@ -1,29 +1,39 @@
-"""README's generated blocks are current, and what it tells a newcomer exists."""
+"""The generated blocks of README and docs are current, and what they tell a newcomer exists."""
 
 import re
+import shlex
 
 import pytest
 
-from tests.generate_docs import BLOCKS, COMMANDS, README, generate
+from tests.generate_docs import BLOCKS, COMMANDS, PAGES, generate
+
+TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")  # a command over several lines
 
 
-def test_generated_blocks_are_current():
-    text = README.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_generated_blocks_are_current(page):
+    text = page.read_text()
     assert generate(text) == text, "run `make docs`"
 
 
 def test_every_block_is_used():
-    assert set(re.findall(r"generated: (\w+)", README.read_text())) == set(BLOCKS)
+    assert set(re.findall(r"generated: (\w+)", TEXT)) == set(BLOCKS)
 
 
-def test_every_command_line_in_the_readme_parses():
-    lines = re.findall(r"^ +llm-bench (.+?)(?:  #.*)?$", README.read_text(), re.MULTILINE)
+def test_every_command_line_in_the_docs_parses():
+    lines = re.findall(r"^ +llm-bench (.+?)(?:  #.*)?$", TEXT, re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:
-        words = line.split()
+        words = shlex.split(line)
         name = next(n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS)
         arguments = words[len(name.split()) :]
         COMMANDS[name].make_context(name, arguments)  # raises a usage error on a wrong option
+
+
+def test_every_page_that_is_linked_is_there():
+    for page in PAGES:
+        for link in re.findall(r"\]\(((?!http)[^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -112,6 +112,10 @@ TROUBLE = {
     "repeated prompts": (lambda: found(cell(TWIN, load=OPEN)), "25 within the cell"),
     "cached prompts": (lambda: found(requests(tokens_cached=98)), "took 98.0% of their tokens"),
     "estimated tokens": (lambda: found(requests(tokens_out_from="events")), "no usage for 100 of 100"),
+    "usage disputed": (
+        lambda: found(requests(tokens_counted=3)),
+        "the server says 500 tokens where its tokenizer counts 300 (+66.7%)",
+    ),
     "end unproven": (lambda: found(requests(labels=["end unproven"])), "100 answers"),
     "unreadable events": (lambda: found(requests(labels=["unreadable event"])), "a part of 100 of 100 answers"),
     "burst streams": (lambda: found(requests(events=[20_000] * 5)), "100% of the gaps are 0"),
@@ -369,3 +373,14 @@ def test_a_usage_above_what_was_asked_is_not_put_down_to_early_ends() -> None:
     probe = {"probe": PROBE | {"lengths_pinned": False}}
     assert "ends answers itself" in found(requests(asked_out=6, head=probe))["delivered tokens"]
     assert "its usage counts more than the answer" in found(requests(asked_out=4, head=probe))["delivered tokens"]
+
+
+@pytest.mark.parametrize(("said", "counted", "doubted"), [
+    (100, 100, False), (101, 100, False), (103, 100, False), (104, 100, True), (99, 100, False), (97, 100, True),
+    (200, 100, True), (100, -1, False),
+])  # fmt: skip
+def test_usage_is_held_against_the_tokenizer_but_for_an_end_token_without_text(
+    said: int, counted: int, doubted: bool
+) -> None:
+    got = found(requests(tokens_out=said, asked_out=said, tokens_counted=counted))
+    assert ("usage disputed" in got) is doubted

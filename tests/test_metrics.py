@@ -105,7 +105,7 @@ def burst_start(after: int) -> Cell:
 def test_the_first_wave_is_in_the_whole_run_and_not_in_the_window() -> None:
     c = burst_start(after=190)
     w = windows.of(c)
-    assert (w.first_wave, w.state) == (10, "")
+    assert (w.first_wave, w.state) == (10, windows.WARMING)  # the short ones grow from 0.60 to 1.38 s: a drift
     assert 600 < value("ttft_p50", c, w) < value("ttft_max", c, w) <= 1380
     assert value("ttft_p99", c, windows.whole(c)) > 40_000
 
