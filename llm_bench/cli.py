@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from llm_bench import __version__, cli_trace, terminal
+from llm_bench.cli_capacity import capacity
 from llm_bench.cli_run import run, slo_code
 from llm_bench.errors import BenchError
 from llm_bench.options import (
@@ -76,6 +77,7 @@ def _root(
 
 
 app.command()(run)
+app.command()(capacity)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import typing
 import pytest
 from typer.testing import CliRunner
 
-from llm_bench import __version__
+from llm_bench import __version__, cli_capacity, cli_trace
 from llm_bench.cli import app, targets_app
 from llm_bench.errors import BenchError
 from llm_bench.options import LIMITS
@@ -27,7 +27,7 @@ def invoke(*arguments):
 
 
 def test_every_number_of_every_command_has_its_limits():
-    functions = [c.callback for group in (app, targets_app) for c in group.registered_commands]
+    functions = [c.callback for group in (app, targets_app, cli_trace.app) for c in group.registered_commands]
     numbers = {
         name
         for function in functions
@@ -35,7 +35,7 @@ def test_every_number_of_every_command_has_its_limits():
         if kind in (int, float, int | None, float | None)
     }
     assert len(numbers) > 15
-    assert numbers <= set(LIMITS)
+    assert numbers <= set(LIMITS) | set(cli_capacity.LIMITS) | set(cli_trace.LIMITS)
 
 
 @pytest.mark.parametrize("value", ["below", "above", "nan", "inf", "-inf", "1e999"])
@@ -85,7 +85,7 @@ def test_no_line_of_the_list_of_commands_is_cut():
 def test_run_help_says_what_happens_without_a_load_and_where_metrics_are_listed():
     text = " ".join(invoke("run", "--help").output.split())
     assert "Without --concurrency, --rate or --replay the trace is replayed" in text
-    assert 'Metrics are listed in the README, under "Metrics"' in text
+    assert "Metrics are listed in docs/reference.md" in text
 
 
 def test_the_engines_help_has_the_name_of_the_command():

@@ -1,0 +1,270 @@
+"""What a run's cells say of capacity: the rate each carried within the SLO, its bracket, what sequences held."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from llm_bench import metrics, objectives, slo, windows
+from llm_bench.client import CLIENT_LIMITED
+from llm_bench.columns import Cell
+from llm_bench.identities import little
+from llm_bench.objectives import Slo, Verdict
+from llm_bench.results import Measured, Run
+from llm_bench.series import due_in, outcome_in
+from llm_bench.windows import Window
+
+LEAST_TOKENS = 1.5  # tokens of a mean answer under which a run was one pass a request, and no decoding
+
+
+class Carried(NamedTuple):
+    """One cell as evidence. Figures are None where the cell does not give them."""
+
+    run: str
+    target: str
+    kind: str  # closed, open or replay
+    load: str
+    level: float  # slots, requests/s or speed: what orders the loads of one kind
+    verdict: Verdict
+    why: str
+    rate: float | None  # ok answers a second
+    goodput: float | None  # those that met every per-request limit
+    met_share: float | None  # of the ok answers, those that met every per-request limit
+    tokens_per_second: float | None
+    tokens_out: float | None  # of a mean ok answer
+    tokens_in: float | None
+    cached_share: float | None
+    stay_s: float | None  # mean, from the last byte sent to the end
+    in_flight: float | None
+    ttft_s: float | None  # means, for curves
+    tpot_s: float | None
+    wasted: float | None  # tokens of failed and cancelled requests in the window
+    little: str
+    doubts: tuple[str, ...]  # kinds
+    single_pass: bool
+
+
+class Bracket(NamedTuple):
+    """The rate within the SLO of one target under one kind of load: at least `low`, below `high` where that is known.
+
+    `low`: of the loads below `high` that are proven to meet every limit, the one that carried most.
+    """
+
+    target: str
+    kind: str
+    low: Carried | None
+    high: Carried | None
+    cells: tuple[Carried, ...]  # by load
+
+    @property
+    def undecided(self) -> list[Carried]:
+        """Loads between the bounds of which nothing can be said."""
+        least = self.low.level if self.low else -np.inf
+        most = self.high.level if self.high else np.inf
+        return [c for c in self.cells if c.verdict == "UNDECIDED" and least < c.level < most]
+
+
+def evidence(run: Run, agreed: Slo) -> list[Carried]:
+    """Each cell of the run. The SLO may be empty: then every stationary cell meets it."""
+    limited = [{d.kind for d in found} for found in run.doubts]
+    return [_carried(run, m, agreed, kinds) for m, kinds in zip(run.cells, limited, strict=True)]
+
+
+def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
+    cell, window = m.cell, m.window
+    load = cell.header.get("load") or {}
+    kind = str(load.get("kind"))
+    client_limited = bool(doubts & set(CLIENT_LIMITED))
+    judged = objectives.judge(cell, window, agreed, client_limited=client_limited)
+    verdict, why = _verdict([(j.verdict, f"{j.limit.text}: {j.why}") for j in judged], window)
+
+    def figure(name: str) -> float | None:
+        return metrics.compute(name, cell, window, agreed.context()).value
+
+    ok = due_in(cell, window) & outcome_in(cell, "ok")
+    tokens = cell["tokens_out"][ok]
+    said = cell["tokens_in"][ok]
+    known_in = np.where(said >= 0, said, cell["planned_in"][ok])
+    law = little(cell, window)
+    limits = agreed.context().limits
+    met = slo.attainment(cell, window, limits, agreed.context()).met if limits else None
+    return Carried(
+        run=run.path.name,
+        target=m.target,
+        kind=kind,
+        load=m.load,
+        level=float(load.get("concurrency") or load.get("rate") or load.get("speed") or 0),
+        verdict=verdict,
+        why=why,
+        rate=_rate(cell, window, kind),
+        goodput=None if met is None else met / window.seconds,
+        met_share=None if met is None or not len(tokens) else met / len(tokens),
+        tokens_per_second=figure("tokens_per_second"),
+        tokens_out=float(tokens.mean()) if len(tokens) and (tokens >= 0).all() else None,
+        tokens_in=float(known_in.mean()) if len(known_in) and (known_in >= 0).all() else None,
+        cached_share=figure("cached_prompt_share"),
+        stay_s=law.stay_s or None,
+        in_flight=law.records or None,
+        ttft_s=_seconds(figure("ttft_mean")),
+        tpot_s=_seconds(figure("tpot_mean")),
+        wasted=figure("wasted_tokens"),
+        little=law.text if law.rate else "",
+        doubts=tuple(sorted(doubts)),
+        single_pass=bool(len(tokens) and (tokens >= 0).all() and tokens.mean() < LEAST_TOKENS),
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _rate(cell: Cell, window: Window, kind: str) -> float | None:
+    """Ok answers a second. Open loop: arrivals times the share of them that ended well, since those that end in a
+    window began before it opened.
+    """
+    if not window.opened:
+        return None
+    if kind == "closed":
+        return metrics.compute("requests_per_second", cell, window).value
+    due = due_in(cell, window)
+    decided = int((due & outcome_in(cell, "ok", "failed", "dropped")).sum())
+    if not decided:
+        return None
+    ok = int((due & outcome_in(cell, "ok")).sum())
+    return int(due.sum()) / window.seconds * ok / decided
+
+
+def _verdict(judged: Sequence[tuple[Verdict, str]], window: Window) -> tuple[Verdict, str]:
+    """A cell carries its load within the SLO where every limit is met and its state is stationary."""
+    if window.state == windows.GROWING:
+        return "MISSED", f"the backlog grows by {window.growth:.3g}/s"
+    missed = [why for verdict, why in judged if verdict == "MISSED"]
+    if missed:
+        return "MISSED", "; ".join(missed)
+    if not window.opened or window.state not in ("", windows.STATIONARY):
+        return "UNDECIDED", f"the cell is {window.state or 'without a window'}"
+    open_ = [why for verdict, why in judged if verdict == "UNDECIDED"]
+    if open_:
+        return "UNDECIDED", "; ".join(open_)
+    return "MET", "; ".join(why for _, why in judged) or "no limit was given"
+
+
+def brackets(cells: Sequence[Carried]) -> list[Bracket]:
+    """The cells by target and kind of load, each with its bounds."""
+    groups: dict[tuple[str, str], list[Carried]] = {}
+    for cell in cells:
+        groups.setdefault((cell.target, cell.kind), []).append(cell)
+    return [_bracket(target, kind, mine) for (target, kind), mine in groups.items()]
+
+
+def _bracket(target: str, kind: str, cells: list[Carried]) -> Bracket:
+    ordered = sorted(cells, key=lambda c: c.level)
+    high = next((c for c in ordered if c.verdict == "MISSED"), None)
+    below = [c for c in ordered if high is None or c.level < high.level]
+    met = [c for c in below if c.verdict == "MET" and c.rate]
+    # Beyond its knee a closed loop may carry less at more slots: the most that was carried within the SLO counts.
+    return Bracket(target, kind, max(met, key=lambda c: (c.rate or 0, c.level), default=None), high, tuple(ordered))
+
+
+# ---- what active sequences hold
+
+
+class Resident(NamedTuple):
+    """Time-weighted blocks of active sequences: `seconds[b]` is how long sequences held b blocks, all together."""
+
+    block_size: int
+    seconds: np.ndarray
+    private: np.ndarray  # the same without the blocks that the server said it took from its cache
+    sequences: int
+    active_s: float  # mean time that a sequence due in the window holds blocks
+    begins: str  # in words: from when on a sequence counts
+    left_out: str  # requests of which nothing is known, and why
+
+    @property
+    def blocks(self) -> float:
+        return _mean(self.seconds)
+
+    @property
+    def private_blocks(self) -> float:
+        return _mean(self.private)
+
+    @property
+    def most(self) -> int:
+        """Blocks of the longest, which would be the figure of a plan by the maximum."""
+        return int(np.flatnonzero(self.seconds).max())
+
+    @property
+    def shared(self) -> bool:
+        return bool(self.private_blocks < self.blocks)
+
+
+def _mean(seconds: np.ndarray) -> float:
+    return float((np.arange(len(seconds)) * seconds).sum() / seconds.sum())
+
+
+def resident(cell: Cell, window: Window, block_size: int) -> Resident | str:
+    """What sequences held in the window: the integral of prompt + generated so far over time, rounded up to blocks.
+
+    A sequence is active from when the server says that it left its queue to its last token. Where no server says so,
+    what it holds is read from its first token on and how long from the last byte sent: before the first token it may
+    have waited with nothing, and both readings err towards fewer that fit. A str says why there is no such figure.
+    """
+    rows = outcome_in(cell, "ok", "cut_at_end") & (cell.choices == 1)
+    said, planned = cell["tokens_in"], cell["planned_in"]
+    prompt = np.where(said >= 0, said, planned)
+    usable = rows & (cell.counts > 0) & (prompt >= 0)
+    left = int((rows & ~usable).sum())
+    several = int((outcome_in(cell, "ok", "cut_at_end") & (cell.choices > 1)).sum())
+    queue = cell["server_queue_ms"]
+    told = bool(usable.any()) and not bool(np.isnan(queue[usable]).any())
+    begun = windows.left_ns(cell)
+    held: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # seconds, tokens held, cached blocks
+    for piece in cell.pieces():
+        many = np.diff(piece.offsets)
+        out = cell["tokens_out"][piece.rows]
+        each = np.where(out > 0, out / np.maximum(many, 1), 1.0)
+        sizes = np.repeat(each, many)
+        if piece.tokens is not None:
+            sizes = np.where(piece.tokens > 0, piece.tokens, sizes)
+        before = np.concatenate([[0.0], np.cumsum(sizes)])
+        so_far = before[1:] - np.repeat(before[piece.offsets[:-1]], many)
+        row = np.repeat(piece.rows, many)
+        until = np.append(piece.ns[1:], 0)
+        last = piece.offsets[1:][many > 0] - 1
+        until[last] = piece.ns[last]  # its blocks are freed with its last token
+        keep = usable[row]
+        cached = np.maximum(cell["tokens_cached"], 0)[row] // block_size
+        held.append((_overlap(piece.ns, until, window)[keep], (prompt[row] + so_far)[keep], cached[keep]))
+    if told:
+        admitted = np.where(cell["sent_ns"] > 0, cell["sent_ns"], 0) + np.nan_to_num(queue * 1e6).astype(np.int64)
+        begun = np.minimum(admitted, cell.first_ns)
+        start = begun[usable]
+        cached = (np.maximum(cell["tokens_cached"], 0) // block_size)[usable]
+        held.append((_overlap(start, cell.first_ns[usable], window), prompt[usable].astype(float), cached))
+    seconds, tokens, cached = (
+        (np.concatenate(parts) for parts in zip(*held, strict=True)) if held else (np.zeros(0),) * 3
+    )
+    some = seconds > 0
+    seconds, tokens, cached = seconds[some], tokens[some], cached[some]
+    if not len(seconds):
+        return "no sequence streamed its tokens in the window: how long what was held is not known"
+    blocks = np.ceil(np.round(tokens / block_size, 9)).astype(np.int64)
+    private = np.maximum(blocks - cached.astype(np.int64), 0)
+    why = [f"{left} not streamed or of unknown prompt"] if left else []
+    why += [f"{several} of several choices"] if several else []
+    mine = usable & due_in(cell, window)
+    begins = "from when the server says it left its queue" if told else "from its first token"
+    return Resident(
+        block_size,
+        np.bincount(blocks, seconds),
+        np.bincount(private, seconds),
+        int(usable.sum()),
+        float((cell.last_ns - begun)[mine].mean()) / 1e9 if mine.any() else 0.0,
+        begins,
+        ", ".join(why),
+    )
+
+
+def _overlap(start_ns: np.ndarray, end_ns: np.ndarray, window: Window) -> np.ndarray:
+    inside = np.minimum(end_ns, window.end_ns) - np.maximum(start_ns, window.start_ns)
+    return np.asarray(np.maximum(inside, 0) / 1e9)

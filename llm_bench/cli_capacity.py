@@ -1,0 +1,308 @@
+"""`llm-bench capacity`: its options as typed, made into what a plan is asked."""
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llm_bench import terminal
+from llm_bench.errors import BenchError
+from llm_bench.options import Deadlines, SloText, check_numbers
+
+if TYPE_CHECKING:
+    from llm_bench.capacity_ask import Ask, Demand, Hardware, WhatIf
+
+_NUMBER = r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+# Every number of this command -> (least, most).
+LIMITS: dict[str, tuple[float, float]] = {
+    "target_rate": (1e-9, 1e9),
+    "spares": (0, 1_000_000),
+    "count": (1, 4096),
+    "memory_gib": (1e-3, 1e6),
+    "memory_fraction": (1e-3, 1),
+    "weights_gib": (0, 1e6),
+    "workspace_gib": (0, 1e6),
+    "kv_bytes": (1e-3, 1e12),
+    "kv_copies": (1e-3, 4096),
+    "parameters": (1, 1e15),
+    "block_size": (1, 10_000_000),
+    "utilization": (1e-3, 1),
+    "peak_to_mean": (1, 1e6),
+    "peak_window": (1e-3, 1e7),
+}
+_WHAT_IF = {
+    "tokens_per_second": ("tokens_per_second", "tokens/s"),
+    "tokens_out": ("tokens_out", "tokens"),
+    "e2e": ("stay_s", "s"),
+    "in_flight": ("in_flight", ""),
+    "resident_tokens": ("resident_tokens", "tokens"),
+}
+
+
+def capacity(
+    context: typer.Context,
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="Run folders of one server, or of its settings; or more of --what-if.")
+    ] = None,
+    slo: SloText = "",
+    deadlines: Deadlines = "",
+    what_if: Annotated[
+        str,
+        typer.Option(
+            help="Arithmetic alone, no run: tokens_per_second=18000 tokens_out=450 utilization=0.7 e2e=6s, "
+            "in_flight=64, resident_tokens=1200."
+        ),
+    ] = "",
+    target_rate: Annotated[float | None, typer.Option(help="Mean requests/s that the fleet is for.")] = None,
+    peak_to_mean: Annotated[float | None, typer.Option(help="Peak over mean rate; default: 1, or of --trace.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Trace whose peak over its mean rate is planned for.")] = None,
+    peak_window: Annotated[float, typer.Option(help="Seconds of the windows in which --trace is counted.")] = 60.0,
+    spares: Annotated[int, typer.Option(help="Replicas beside those that carry the rate.")] = 0,
+    replica_warmup: Annotated[str, typer.Option(help="Until a new replica is ready: 90s, 5m.")] = "",
+    growth: Annotated[str, typer.Option(help="Of the rate: 5%/month, 40%/year.")] = "",
+    as_of: Annotated[str, typer.Option(help="Day from which growth counts, 2026-01-31; default: in days alone.")] = "",
+    model_config: Annotated[
+        Path | None, typer.Option(help="config.json of the model: its KV cache and weights.")
+    ] = None,
+    accelerator: Annotated[str, typer.Option(help="A100, H100, H200, B200, L40S, L4, MI300X or MI325X.")] = "",
+    count: Annotated[int, typer.Option(help="Accelerators of one replica (tensor parallel).")] = 1,
+    memory_gib: Annotated[float | None, typer.Option(help="Of one accelerator, instead of the table's.")] = None,
+    memory_fraction: Annotated[float, typer.Option(help="Of the memory, what the server may use.")] = 0.9,
+    workspace_gib: Annotated[float, typer.Option(help="On each accelerator: activations, graphs, buffers.")] = 4.0,
+    parameters: Annotated[float | None, typer.Option(help="Weights, 8.03e9; default: counted from the config.")] = None,
+    weights_precision: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4.")] = "bf16",
+    weights_gib: Annotated[float | None, typer.Option(help="Weights as loaded, all accelerators together.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: bf16, fp16, fp32, fp8 or int8.")] = "bf16",
+    kv_bytes: Annotated[float | None, typer.Option(help="Bytes of a cached token, instead of the config's.")] = None,
+    kv_copies: Annotated[
+        float | None, typer.Option(help="How often the cache lies on a replica's accelerators; 1: split evenly.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a cache block.")] = 16,
+    utilization: Annotated[float, typer.Option(help="Share of a ceiling that is planned with.")] = 0.7,
+    price: Annotated[str, typer.Option(help="Of one accelerator: 2.50/h, $2.50/h.")] = "",
+    price_source: Annotated[str, typer.Option(help="Where the price is from and of when; printed beside it.")] = "",
+    telemetry_cost: Annotated[str, typer.Option(help="Telemetry and gateway of the fleet: 1.20/h.")] = "",
+    telemetry_source: Annotated[str, typer.Option(help="Where that is from and of when.")] = "",
+    at_load: Annotated[str, typer.Option(help="Read the curves there, 32,48: up to twice the largest load.")] = "",
+    window_delay: Annotated[
+        str, typer.Option(help="Batch window of each run in their order, 0ms,2ms: what it buys and costs.")
+    ] = "",
+    format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
+) -> None:
+    """How much one replica carries within the SLO, what binds it, how many are needed, what they cost."""
+    from llm_bench import capacity_plan, capacity_report, objectives, results
+
+    check_numbers(context.params, LIMITS)
+    capacity_report.check_format(format)
+    agreed = objectives.parse(slo, deadlines)
+    if not what_if and any("=" in text and not Path(text).exists() for text in runs or []):
+        raise BenchError(f"{' '.join(runs or [])}: figures without a run stand after --what-if")
+    pairs = [what_if, *(runs or [])] if what_if else []
+    assumed, share = _assumed(pairs)
+    ask = _ask(context.params, agreed, utilization if share is None else share)
+    if what_if:
+        sections = capacity_plan.what_if(assumed, ask)
+    else:
+        found = [results.load_run(Path(path)) for path in runs or [str(results.newest(Path("runs")))]]
+        sections = capacity_plan.plan(found, ask)
+    terminal.show(capacity_report.render(sections, format))
+
+
+# ---- what is typed
+
+
+def _ask(params: Mapping[str, Any], agreed: Any, utilization: float) -> "Ask":
+    from llm_bench.capacity import Prices
+    from llm_bench.capacity_ask import Ask
+
+    prices, money = None, ""
+    if params["telemetry_cost"] and not params["price"]:
+        raise BenchError("--telemetry-cost without --price: a fleet's cost needs both")
+    if params["price"]:
+        money, hourly = hourly_price(params["price"], "--price")
+        other_money, other = hourly_price(params["telemetry_cost"] or "0/h", "--telemetry-cost")
+        if other_money not in ("", money):
+            raise BenchError(f"--telemetry-cost in {other_money}, --price in {money or 'no currency'}: expected one")
+        named = {"price": params["price_source"], "telemetry and gateway": params["telemetry_source"]}
+        sources = {f"{name} from": source for name, source in named.items() if source}
+        if "price from" not in sources:
+            sources = {"price": "as given, without a source (--price-source)", **sources}
+        prices = Prices(params["count"], hourly, other, sources)
+    delays = tuple(1e3 * duration(part, "--window-delay") for part in params["window_delay"].split(",") if part.strip())
+    at_loads = tuple(_plain(part, "", "--at-load") for part in params["at_load"].split(",") if part.strip())
+    return Ask(agreed, _hardware(params), _demand(params), prices, money, utilization, at_loads, delays)
+
+
+def _demand(params: Mapping[str, Any]) -> "Demand":
+    from llm_bench.capacity_ask import Demand
+
+    needs = ("growth", "replica_warmup", "peak_to_mean", "trace", "spares")
+    idle = [name for name in needs if params[name]]
+    if params["target_rate"] is None:
+        if idle:
+            raise BenchError(f"--{idle[0].replace('_', '-')} without --target-rate: expected the rate of the fleet too")
+        return Demand()
+    if params["trace"] is not None and params["peak_to_mean"] is not None:
+        raise BenchError("--peak-to-mean and --trace: expected one of them")
+    demand = Demand(params["target_rate"], spares=params["spares"])
+    if params["peak_to_mean"] is not None:
+        demand = demand._replace(peak=params["peak_to_mean"], peak_text="peak over mean, as given")
+    if params["trace"] is not None:
+        demand = demand._replace(**_peak(params["trace"], params["peak_window"]))
+    if params["replica_warmup"]:
+        demand = demand._replace(warmup_s=duration(params["replica_warmup"], "--replica-warmup"))
+    if params["growth"]:
+        demand = demand._replace(growth=growth_of(params["growth"]))
+    if params["as_of"]:
+        try:
+            demand = demand._replace(as_of=datetime.date.fromisoformat(params["as_of"]))
+        except ValueError:
+            raise BenchError(f"--as-of {params['as_of']!r}: expected a day such as 2026-01-31") from None
+    return demand
+
+
+def _peak(path: Path, window_s: float) -> dict[str, Any]:
+    from llm_bench import capacity as arithmetic
+    from llm_bench import trace
+
+    times = [request.at_s for request in trace.read(path).requests if request.at_s is not None]
+    found = arithmetic.peak_to_mean(times, window_s)
+    if found is None:
+        raise BenchError(
+            f"--trace {path}: {len(times)} timed requests do not span ten windows of {window_s:g} s, so that no peak "
+            "can be told from a mean; give --peak-to-mean, or a shorter --peak-window"
+        )
+    ratio, windows = found
+    return {"peak": ratio, "peak_text": f"fullest of {windows:,} windows of {window_s:g} s over their mean, {path}"}
+
+
+def _hardware(params: Mapping[str, Any]) -> "Hardware | None":
+    """Of --model-config or --kv-bytes with the memory. None where neither is given."""
+    from llm_bench import accelerators, kv_cache
+    from llm_bench.capacity_ask import Hardware
+
+    if params["model_config"] is None and params["kv_bytes"] is None:
+        return None
+    device = accelerators.find(params["accelerator"]) if params["accelerator"] else None
+    if device is None and params["memory_gib"] is None:
+        raise BenchError("--model-config without memory: give --accelerator, or --memory-gib of one")
+    kv_bytes = _of_table(params["kv_dtype"], kv_cache.KV_BYTES, "--kv-dtype")
+    weight_bytes = _of_table(params["weights_precision"], kv_cache.WEIGHT_BYTES, "--weights-precision")
+    config, where = read_config(params["model_config"]) if params["model_config"] else ({}, "--kv-bytes")
+    shape = kv_cache.shape_of(config, where) if params["kv_bytes"] is None else None
+    count, gib = params["count"], kv_cache.GIB
+    each = params["memory_gib"] * gib if params["memory_gib"] is not None else device.memory_bytes if device else 0.0
+    source = "--memory-gib" if params["memory_gib"] is not None or device is None else f"{device.name}, {device.source}"
+    weights, text = _weights(params, config, where, weight_bytes)
+    memory = kv_cache.Memory(count * each, params["memory_fraction"], weights, count * params["workspace_gib"] * gib)
+    copies = params["kv_copies"]
+    if copies is None:
+        copies = kv_cache.copies(shape, count) if shape else 1.0
+    return Hardware(
+        memory,
+        f"{count} x {kv_cache.size(each)}, {source}",
+        text,
+        count,
+        device,
+        shape,
+        params["kv_bytes"],
+        kv_bytes,
+        copies,
+        params["block_size"],
+        kv_cache.context_of(config),
+    )
+
+
+def _weights(params: Mapping[str, Any], config: Mapping[str, Any], where: str, each: float) -> tuple[float, str]:
+    from llm_bench import kv_cache
+
+    if params["weights_gib"] is not None:
+        return params["weights_gib"] * kv_cache.GIB, "--weights-gib"
+    precision = params["weights_precision"]
+    if params["parameters"] is not None:
+        return params["parameters"] * each, f"{params['parameters']:,.0f} parameters as given, {precision}"
+    if not config:
+        raise BenchError("--kv-bytes without --model-config: give --parameters or --weights-gib too")
+    number = kv_cache.parameters_of(config, where)
+    return number * each, f"{number:,} parameters counted from {where}, {precision}"
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """(config.json as an object, its name). Raises BenchError for a file that is none."""
+    import json
+
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as e:
+        raise BenchError(f"--model-config {path}: cannot be read: {e.strerror or e}") from None
+    except (ValueError, RecursionError) as e:
+        raise BenchError(f"--model-config {path}: not JSON ({e})") from None
+    if not isinstance(found, dict):
+        raise BenchError(f"--model-config {path}: expected an object, the config.json of a transformers model")
+    return found, str(path)
+
+
+def _of_table(name: str, table: Mapping[str, float], option: str) -> float:
+    if name not in table:
+        raise BenchError(f"{option} {name!r}: expected one of {', '.join(table)}")
+    return table[name]
+
+
+def _assumed(pairs: Sequence[str]) -> tuple["WhatIf", float | None]:
+    """(the figures, utilization where it is among them) of `name=value` texts; commas part them too."""
+    from llm_bench.capacity_ask import WhatIf
+
+    found: dict[str, float] = {}
+    share = None
+    for pair in (part for text in pairs for part in text.split(",") if part.strip()):
+        name, sign, text = (part.strip() for part in pair.partition("="))
+        known = [*_WHAT_IF, "utilization"]
+        if not sign or name not in known:
+            raise BenchError(f"--what-if {pair!r}: expected name=value, with a name of {', '.join(known)}")
+        if name == "utilization":
+            share = _plain(text, pair)
+            check_numbers({"utilization": share}, LIMITS)
+            continue
+        field, unit = _WHAT_IF[name]
+        if field in found:
+            raise BenchError(f"--what-if {pair!r}: {name} is given twice")
+        found[field] = duration(text, "--what-if e2e") if unit == "s" else _plain(text.removesuffix(unit), pair)
+    return WhatIf(**found), share
+
+
+def _plain(text: str, pair: str, option: str = "--what-if") -> float:
+    match = re.fullmatch(_NUMBER, text.strip())
+    value = float(match["number"]) if match else 0.0
+    if not 0 < value < 1e15:
+        raise BenchError(f"{option} {pair or text!r}: expected a number above 0, such as 450")
+    return value
+
+
+def duration(text: str, option: str) -> float:
+    """`90s`, `5m`, `250ms`, `1.5h` in seconds. Raises BenchError."""
+    match = re.fullmatch(_NUMBER + r"\s*(?P<unit>ms|s|m|h)", text.strip())
+    if match is None or float(match["number"]) > 1e9:
+        raise BenchError(f"{option} {text!r}: expected a time such as 250ms, 90s, 5m or 1h")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def hourly_price(text: str, option: str) -> tuple[str, float]:
+    """(currency or "", amount an hour) of `2.50/h`, `$2.50/h`, `EUR 2.50/h`. Raises BenchError."""
+    match = re.fullmatch(r"(?P<money>[^\d\s./]{0,4})\s*" + _NUMBER + r"\s*/\s*h(?:our)?", text.strip())
+    if match is None or float(match["number"]) > 1e9:
+        raise BenchError(f"{option} {text!r}: expected an amount an hour such as 2.50/h or $2.50/h")
+    return match["money"], float(match["number"])
+
+
+def growth_of(text: str) -> Any:
+    """`5%/month` as Growth. Raises BenchError."""
+    from llm_bench.capacity import DAYS, Growth
+
+    match = re.fullmatch(_NUMBER + r"\s*%\s*/\s*(?P<period>[a-z]+)", text.strip())
+    if match is None or match["period"] not in DAYS or float(match["number"]) > 10_000:
+        raise BenchError(f"--growth {text!r}: expected a share a period such as 5%/month; periods: {', '.join(DAYS)}")
+    return Growth(float(match["number"]) / 100, match["period"])

@@ -1,0 +1,109 @@
+"""What a delay buys and costs: words and bounds by hand, from given arms and from cells."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from llm_bench import batch_window
+from llm_bench.batch_window import Arm, Longest, Measure, arm, longest, trade
+from llm_bench.columns import Cell
+from llm_bench.objectives import NO_SLO, parse
+from llm_bench.windows import Window
+from tests.sample import cell, ns, record
+
+SLO = parse("ttft_p95<800ms,error_rate<1%")
+BEFORE = Arm("rate=20/s", Measure(1000.0, 10.0), Measure(420.0, 12.0))
+AFTER = Arm("rate=20/s", Measure(1280.0, 12.8), Measure(510.0, 16.0))
+
+
+def test_the_example_of_two_milliseconds():
+    found = trade(BEFORE, AFTER, 2, SLO)
+    # Halves of 1% each: sqrt(2)% on the logarithm. 12 and 16 ms: 20 ms.
+    half = math.hypot(0.01, 0.01)
+    assert not isinstance(found.gain, str)
+    assert found.gain[:3] == pytest.approx((0.28, 1.28 * math.exp(-half) - 1, 1.28 * math.exp(half) - 1))
+    assert found.cost_ms[:3] == (90, 70, 110)
+    assert found.left_ms[:3] == (290, 274, 306)
+    assert found.text == (
+        "rate=20/s: 2 ms buys 28% (95%: 26.2% to 29.8%) and costs 90 ms (95%: 70 ms to 110 ms) of p95 TTFT; "
+        "290 ms of budget left (95%: 274 ms to 306 ms)"
+    )
+
+
+def test_a_change_that_is_not_proven_is_said_to_be():
+    found = trade(BEFORE, BEFORE._replace(throughput=Measure(1005.0, 10.0)), 2, SLO)
+    assert "buys 0.5%" in found.text
+    assert "so not proven" in found.text
+    assert not isinstance(found.gain, str)
+    assert not found.gain.proven
+
+
+def test_what_gets_worse_and_over_the_budget_reads_so():
+    found = trade(AFTER, BEFORE._replace(ttft_p95=Measure(900.0, 20.0)), 5, SLO)
+    assert "5 ms loses 21.9%" in found.text
+    assert "costs 390 ms" in found.text
+    assert "over budget by 100 ms (95%: 80 ms to 120 ms)" in found.text
+    assert "saves 90 ms" in trade(AFTER, BEFORE, 5, SLO).text
+
+
+def test_no_interval_and_no_limit_are_said_with_their_reason():
+    bare = AFTER._replace(ttft_p95=Measure(510.0, None, "p95: ESS 40 of 100, under 150"))
+    found = trade(BEFORE, bare, 2, NO_SLO)
+    assert "costs 90 ms (no interval: p95: ESS 40 of 100, under 150)" in found.text
+    assert "no limit on ttft_p95" in found.text
+    none = AFTER._replace(ttft_p95=Measure(None, None, "not streamed"), throughput=Measure(None, None, "no tokens"))
+    text = trade(BEFORE, none, 2, SLO).text
+    assert "its p95 TTFT is not known (not streamed)" in text
+    assert "its throughput is not known (no tokens)" in text
+    assert "no budget to be said: not streamed" in text
+
+
+def served(n: int, ttft: float, seed: int) -> Cell:
+    """n requests 10 ms apart, each of five tokens 10 ms apart after about `ttft` ms."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    first = ttft * (1 + 0.1 * rng.standard_normal(n))
+    return cell([record(i, 10.0 * i, events=[10.0 * i + first[i] + 10 * k for k in range(5)]) for i in range(n)])
+
+
+def test_a_cells_figures_are_its_metrics_and_its_sections_scatter():
+    measured, window = served(1000, 100, 1), Window(ns(1000), ns(9000), 100, 800, "")
+    found = arm(measured, window, "rate=100/s")
+    assert found.throughput.value == pytest.approx(500, rel=0.01)  # 100 a second of five tokens
+    edges = np.linspace(1000, 9000, 11)
+    stamps = (measured.event_ns - ns(0)) / 1e6
+    tenths = [((stamps >= a) & (stamps < b)).sum() / 0.8 for a, b in pairwise(edges)]
+    assert found.throughput.half == pytest.approx(2.262 * np.std(tenths, ddof=1) / math.sqrt(10))
+    assert found.ttft_p95.half is not None
+    slower = arm(served(1000, 140, 2), window, "rate=100/s")
+    moved = trade(found, slower, 2, SLO)
+    assert not isinstance(moved.cost_ms, str)
+    assert moved.cost_ms.proven
+    assert moved.cost_ms.low is not None
+    assert moved.cost_ms.high is not None
+    assert moved.cost_ms.low < 40 * 1.16 < moved.cost_ms.high
+
+
+def test_a_cell_without_tokens_has_no_figure():
+    found = arm(cell([record(0, 10, outcome="failed", end=20)]), Window(ns(0), ns(100), 0, 1, ""), "c=1")
+    assert found.ttft_p95.value is None
+    assert isinstance(trade(BEFORE, found, 2, SLO).gain, str)
+
+
+@pytest.mark.parametrize(("verdicts", "expected"), [
+    ([(0, "MET"), (2, "MET"), (5, "UNDECIDED"), (10, "MISSED")], Longest(2, 10, (5,))),
+    ([(0, "MET"), (2, "MISSED"), (5, "MET")], Longest(0, 2, ())),
+    ([(0, "UNDECIDED"), (2, "UNDECIDED")], Longest(None, None, (0, 2))),
+    ([(0, "MISSED")], Longest(None, 0, ())),
+])  # fmt: skip
+def test_the_longest_window_within_the_slo_is_a_bracket(verdicts, expected):
+    assert longest(verdicts) == expected
+
+
+def test_the_longest_window_in_words():
+    assert Longest(2, 10, (5,)).text == (
+        "the longest window proven to meet the SLO is 2 ms, 10 ms does not; undecided: 5 ms"
+    )
+    assert Longest(None, None, ()).text == "no window measured is proven to meet the SLO, none measured misses it"
+    assert batch_window.TTFT == "ttft_p95"

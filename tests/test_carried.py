@@ -1,0 +1,240 @@
+"""What cells are evidence of: verdicts, brackets that are never a flat number, blocks held over time by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_bench import capacity, carried, results
+from llm_bench.carried import Bracket, Carried, Resident, brackets, evidence, resident
+from llm_bench.objectives import NO_SLO, Verdict, parse
+from llm_bench.records import Record, Writer
+from llm_bench.results import Run
+from llm_bench.windows import Window
+from tests.sample import cell, header, ns, record
+
+ALL = Window(ns(0), ns(1e6), 0, 0, "")
+
+
+def slots(n: int, concurrency: int, stay: float, ttft: float, tokens: int = 5) -> list[Record]:
+    """A closed loop by hand: n requests of `stay` ms, the first wave staggered evenly."""
+    rows = []
+    for i in range(n):
+        due = i // concurrency * stay + i % concurrency * stay / concurrency
+        gap = (stay - ttft) / (tokens - 1)
+        rows.append(record(i, due, events=[due + ttft + gap * k for k in range(tokens)]))
+    return rows
+
+
+def run_of(folder: Path, cells: dict[str, tuple[list[Record], dict[str, object]]], **parts: object) -> Run:
+    """A run on disk: name -> (records, load)."""
+    folder.mkdir(parents=True)
+    entries = []
+    for name, (rows, load) in cells.items():
+        writer = Writer(folder / f"{name}.arrow", header(load=load, cell=name, **parts))
+        for row in rows:
+            writer.write(row)
+        writer.close()
+        target = str((header(**parts)["target"])["name"])
+        entries.append({"name": name, "target": target, "load": load, "end": {"reason": "exhausted"}, "doubts": []})
+    (folder / "run.json").write_text(json.dumps({"version": "0.1.0", "cells": entries}))
+    return results.load_run(folder)
+
+
+def closed(concurrency: int) -> dict[str, object]:
+    return {"kind": "closed", "concurrency": concurrency, "label": f"c={concurrency}", "warmup": None}
+
+
+def sweep(folder: Path, **parts: object) -> Run:
+    """c=2 and c=4 at 100 ms with a first token after 20 ms, c=8 ten times as slow."""
+    return run_of(
+        folder,
+        {
+            "000-a-c=2": (slots(400, 2, 100, 20), closed(2)),
+            "001-a-c=4": (slots(400, 4, 100, 20), closed(4)),
+            "002-a-c=8": (slots(400, 8, 1000, 200), closed(8)),
+        },
+        **parts,
+    )
+
+
+def cell_of(
+    level: float, verdict: Verdict, rate: float | None = 10.0, target: str = "a", kind: str = "closed"
+) -> Carried:
+    figures = (rate, 50.0, 5.0, 100.0, None, 0.1, 1.0, None, None, 0.0)
+    return Carried(
+        "run", target, kind, f"c={level:g}", level, verdict, "", rate, rate, 1.0, *figures[1:], "", (), False
+    )
+
+
+# ---- evidence
+
+
+def test_cells_carry_what_their_records_say(tmp_path):
+    two, four, eight = evidence(sweep(tmp_path / "run"), parse("ttft_p95<100ms,error_rate<5%"))
+    assert [c.verdict for c in (two, four, eight)] == ["MET", "MET", "MISSED"]
+    assert [c.rate for c in (two, four, eight)] == pytest.approx([20, 40, 8], rel=0.02)
+    assert [c.tokens_per_second for c in (two, four, eight)] == pytest.approx([100, 200, 40], rel=0.02)
+    assert [c.in_flight for c in (two, four, eight)] == pytest.approx([2, 4, 8], rel=0.02)
+    assert (four.tokens_out, four.tokens_in, four.stay_s) == (5, 100, pytest.approx(0.1))
+    assert (four.ttft_s, four.tpot_s) == (pytest.approx(0.02), pytest.approx(0.02))
+    assert (four.met_share, eight.met_share, four.wasted, four.single_pass) == (1, 0, 0, False)
+    assert four.goodput == pytest.approx(40, rel=0.02)
+    assert "Little" in four.little
+
+
+def test_without_an_slo_a_stationary_cell_meets_it(tmp_path):
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (slots(400, 2, 100, 20), closed(2))}), NO_SLO)
+    assert (one.verdict, one.why, one.goodput, one.met_share) == ("MET", "no limit was given", None, None)
+
+
+def test_a_growing_cell_misses_and_one_too_short_is_undecided(tmp_path):
+    rows = [record(i, 10 * i, events=[10 * i + 40 * i + 5, 10 * i + 40 * i + 25]) for i in range(400)]
+    rate = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    cells = {"a": (rows, rate), "b": (slots(12, 4, 100, 20), closed(4))}
+    growing, short = evidence(run_of(tmp_path / "r", cells), parse("ttft_p95<100s"))
+    assert growing.verdict == "MISSED"
+    assert "the backlog grows" in growing.why
+    assert short.verdict == "UNDECIDED"
+    assert "too short" in short.why
+
+
+def test_an_open_loops_rate_is_its_arrivals_that_ended_well(tmp_path):
+    rng = np.random.Generator(np.random.PCG64(7))
+    due = np.cumsum(rng.exponential(10, 600))
+    rows = [record(i, at, events=[at + 5, at + 9]) if i % 10 else record(i, at, outcome="failed", end=at + 1)
+            for i, at in enumerate(due)]  # fmt: skip
+    load = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (rows, load)}), NO_SLO)
+    assert one.rate == pytest.approx(0.9 * 600 / (due[-1] - due[0]) * 1e3, rel=1e-3)
+
+
+def test_one_token_a_request_is_a_single_pass(tmp_path):
+    rows = [record(i, 10 * i, events=[10 * i + 5]) for i in range(200)]
+    load = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (rows, load)}), NO_SLO)
+    assert one.single_pass
+
+
+# ---- brackets
+
+
+@pytest.mark.parametrize(("cells", "low", "high", "undecided"), [
+    ([(8, "MET"), (16, "MET"), (32, "MISSED")], 16, 32, []),
+    ([(8, "MET"), (16, "UNDECIDED"), (32, "MISSED")], 8, 32, [16]),
+    # Case 41, server 2: 50 of 50, 47 of 50, 50 of 50 and 30 of 50 within an SLO of 95%: no flat 8.
+    ([(8, "UNDECIDED"), (16, "UNDECIDED"), (24, "UNDECIDED"), (32, "MISSED")], None, 32, [8, 16, 24]),
+    ([(8, "MISSED"), (16, "MET")], None, 8, []),
+    ([(8, "MET"), (16, "MET")], 16, None, []),
+    ([(8, "UNDECIDED")], None, None, [8]),
+])  # fmt: skip
+def test_the_rate_within_the_slo_is_a_bracket(cells, low, high, undecided):
+    (found,) = brackets([cell_of(level, verdict, rate=level) for level, verdict in reversed(cells)])
+    assert found.low is None if low is None else found.low and found.low.level == low
+    assert found.high is None if high is None else found.high and found.high.level == high
+    assert [c.level for c in found.undecided] == undecided
+
+
+def test_past_its_knee_a_loop_that_carries_less_is_not_what_counts():
+    (found,) = brackets([cell_of(8, "MET", 50), cell_of(16, "MET", 60), cell_of(32, "MET", 40)])
+    assert found.low is not None
+    assert found.low.level == 16
+
+
+def test_targets_and_kinds_of_load_are_apart():
+    cells = [cell_of(1, "MET"), cell_of(2, "MET", target="b"), cell_of(3, "MET", kind="open")]
+    assert [(b.target, b.kind) for b in brackets(cells)] == [("a", "closed"), ("b", "closed"), ("a", "open")]
+    assert isinstance(brackets(cells)[0], Bracket)
+
+
+# ---- what sequences hold
+
+TWO = [
+    # 31, 32, 33 tokens for 100 ms each: 2, 2 and 3 blocks of 16; with the 34th token it ends.
+    record(0, 0, events=[100, 200, 300, 400], tokens_in=30),
+    # 48 tokens for 100 ms: 3 blocks, 2 of them from the cache.
+    record(1, 0, events=[200, 300], tokens_in=47, tokens_cached=32),
+]
+
+
+def held(rows: list[Record], window: Window = ALL, block: int = 16) -> Resident:
+    found = resident(cell(rows), window, block)
+    assert isinstance(found, Resident)
+    return found
+
+
+def test_resident_blocks_by_hand():
+    found = held(TWO)
+    assert found.seconds.tolist() == pytest.approx([0, 0, 0.2, 0.2])
+    assert found.blocks == pytest.approx(2.5)
+    assert found.private.tolist() == pytest.approx([0, 0.1, 0.2, 0.1])
+    assert found.private_blocks == pytest.approx(2.0)
+    assert (found.sequences, found.most, found.shared) == (2, 3, True)
+    assert found.active_s == pytest.approx((0.4 + 0.3) / 2)
+    assert found.begins == "from its first token"
+
+
+def test_only_what_lies_in_the_window_counts():
+    found = held(TWO, Window(ns(150), ns(250), 0, 0, ""))
+    assert found.seconds.tolist() == pytest.approx([0, 0, 0.1, 0.05])
+
+
+def test_blocks_of_one_token_are_the_integral_itself():
+    assert held(TWO, block=1).blocks == pytest.approx((31 + 32 + 33 + 48) / 4)
+
+
+def test_where_the_server_tells_its_queue_the_prefill_counts():
+    told = [record(0, 0, events=[100, 200, 300, 400], tokens_in=30, server_queue_ms=40.0)]
+    found = held(told)
+    assert found.seconds.tolist() == pytest.approx([0, 0, 0.26, 0.1])  # 60 ms of prefill with its 2 blocks
+    assert found.active_s == pytest.approx(0.36)
+    assert "left its queue" in found.begins
+
+
+def test_tokens_of_an_event_are_its_own_where_the_wire_says_them():
+    packed = [record(0, 0, events=[100, 200], event_tokens=[10, 10], tokens_out=20, tokens_in=20)]
+    assert held(packed).seconds.tolist() == pytest.approx([0, 0, 0.1])  # 30 tokens
+    spread = [record(0, 0, events=[100, 200], tokens_out=40, tokens_in=20)]
+    assert held(spread).seconds.tolist() == pytest.approx([0, 0, 0, 0.1])  # 20 + 40 / 2
+
+
+def test_what_is_not_known_is_left_out_and_said():
+    more = [*TWO, record(2, 0, end=500, tokens_out=5), record(3, 0, events=[10, 20], event_choice=[0, 1])]
+    assert held(more).left_out == "1 not streamed or of unknown prompt, 1 of several choices"
+    assert held(more).blocks == held(TWO).blocks
+    nothing = resident(cell([record(0, 0, end=50, tokens_out=5)]), ALL, 16)
+    assert isinstance(nothing, str)
+    assert "no sequence streamed" in nothing
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 400)), min_size=1, max_size=12),
+    st.integers(1, 64),
+)
+def test_the_mean_lies_between_the_shortest_and_the_longest_and_time_is_kept(requests, block):
+    rows = [
+        record(i, due, events=[due + 5 + 3 * k for k in range(tokens + 1)], tokens_in=prompt)
+        for i, (due, tokens, prompt) in enumerate(requests)
+    ]
+    found = held(rows, block=block)
+    assert found.seconds.sum() == pytest.approx(sum(3 * tokens for _, tokens, _ in requests) / 1e3)
+    assert min(-(-p // block) for _, _, p in requests) <= found.blocks * (1 + 1e-9)
+    assert found.blocks <= found.most * (1 + 1e-9)
+    assert found.most == max(-(-(p + t) // block) for _, t, p in requests)
+
+
+# ---- case 39
+
+
+def test_littles_law_of_steady_arrivals_by_hand(tmp_path):
+    """Arrivals every 0.5 s, each stays 3 s: 2/s x 3 s = 6 in flight; at most 64 in flight are 21.333/s."""
+    rows = [record(i, 500 * i, events=[500 * i + 1000, 500 * i + 3000]) for i in range(40)]
+    load = {"kind": "open", "rate": 2.0, "label": "rate=2/s", "warmup": 5.0}
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (rows, load)}), NO_SLO)
+    assert (one.rate, one.stay_s) == (pytest.approx(2, rel=0.05), pytest.approx(3))
+    assert one.in_flight == pytest.approx(6, rel=0.01)
+    assert capacity.rate_of(64, one.stay_s or 0) == pytest.approx(21.333, abs=1e-3)
+    assert carried.LEAST_TOKENS > 1
