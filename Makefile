@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types docs size env clean test-engines
-.PHONY: bench bench-hotpath bench-report bench-self bench-client bench-rivals-install
+.PHONY: demo test lint types docs size env clean test-engines test-pages
+.PHONY: bench bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
 
@@ -51,6 +51,9 @@ bench-hotpath: .venv/.dev  ## Python calls and nanoseconds per token event, stag
 bench-report: .venv/.dev   ## a run of 1,000,000 requests x 200 tokens: seconds and memory of its report
 	$(BIN)/python -m bench.report_size
 
+bench-stats: .venv/.dev    ## do the statistics keep their promises; writes reports/statistics/
+	$(BIN)/python -m bench.statistics --full
+
 bench-self: .venv/.dev     ## us and the floor against a server with known times
 	$(BIN)/python -m bench.client --rivals none --out build/bench
 
@@ -62,6 +65,10 @@ bench-rivals-install: .venv/.dev   ## the rivals, each in an environment of its 
 
 test-engines: .venv/.dev   ## the contract on real servers; today llama.cpp's, which `make test` runs too
 	$(BIN)/python -m pytest tests/test_llamacpp.py -s
+
+test-pages: .venv/.dev     ## HTML reports in a headless Chromium: console, width, dark, print; pictures in build/pages
+	command -v chromium >/dev/null || test -n "$$CHROMIUM" || apt-get install -y chromium
+	$(BIN)/python -m tests.pages
 
 size:                      ## lines per file
 	@wc -l llm_bench/*.py reference_engine/*.py kernels/*.py tests/*.py | sort -n

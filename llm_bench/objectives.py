@@ -242,7 +242,7 @@ def _figure(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo)
     if value.value is None:
         return Judged(limit, "UNDECIDED", value.reason, value, None, None, None, 0)
     within = slo.WITHIN[limit.op]
-    shown = f"{value.value:.4g} {value.unit}".removesuffix(" share").removesuffix(" 1")
+    shown = _shown(value.value, value.unit)
     if limit.metric.reducer in ("max", "min"):
         verdict: Verdict = "MET" if within(np.array(value.value), limit.value) else "MISSED"
         return Judged(
@@ -259,8 +259,12 @@ def _figure(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo)
         spread, n = Interval(value.value - half, value.value + half), SECTIONS
     sides = [bool(within(np.array(edge), limit.value)) for edge in spread]
     verdict = "MET" if all(sides) else "UNDECIDED" if any(sides) else "MISSED"
-    why = f"{shown}, 95% interval {spread.low:.4g} to {spread.high:.4g}"
+    why = f"{shown}, 95% interval {_shown(spread.low, value.unit)} to {_shown(spread.high, value.unit)}"
     return Judged(limit, verdict, why, value, None, spread.low, spread.high, n)
+
+
+def _shown(value: float, unit: str) -> str:
+    return f"{value:.2%}" if unit == "share" else f"{value:.4g} {unit}".removesuffix(" 1")
 
 
 def _sections(cell: Cell, window: Window, limit: Limit, agreed: Slo) -> np.ndarray | None:

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,10 @@ _LISTS = {"labels": pa.list_(pa.string()), "event_ns": pa.list_(pa.int64())}
 _LISTS |= {"event_tokens": pa.list_(pa.int32()), "event_choice": pa.list_(pa.int32())}
 _SCALARS: dict[Any, pa.DataType] = {int: pa.int64(), str: pa.string(), float: pa.float64(), bytes: pa.binary()}
 SCHEMA = pa.schema([(f.name, _LISTS.get(f.name) or _SCALARS[f.type]) for f in fields(Record)])
+UNKNOWN: dict[str, Any] = {
+    f.name: [] if f.name in _LISTS else f.default for f in fields(Record)
+}  # a field that nobody recorded
+REQUIRED = ("event_ns", *(f.name for f in fields(Record) if f.default is f.default_factory is MISSING))
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # Arrow IPC: continuation marker, metadata length 0
 
 
@@ -245,9 +249,9 @@ def _open(path: Path) -> _Opened:
         text = (reader.schema.metadata or {})[b"llm_bench"]
     except (pa.ArrowException, OSError, KeyError, ValueError):
         raise BenchError(f"{path}: not a record file of llm-bench (no Arrow stream with its header)") from None
-    missing = [f.name for f in SCHEMA if reader.schema.get_field_index(f.name) < 0 or reader.schema.field(f.name) != f]
-    if missing:
-        raise BenchError(f"{path}: columns missing or of another type: {missing}; another version wrote it")
+    wrong = [f.name for f in SCHEMA if f not in reader.schema and (f.name in reader.schema.names or f.name in REQUIRED)]
+    if wrong:
+        raise BenchError(f"{path}: columns missing or of another type: {wrong}; another version wrote it")
     header = shapes.parse(text, shapes.HEADER, f"{path}: header")
     batches: list[pa.RecordBatch] = []
     # A stream without its end marker is what kill -9 leaves; pyarrow reads it without complaint, so look.
@@ -256,8 +260,11 @@ def _open(path: Path) -> _Opened:
         batches.extend(reader)
     except (pa.ArrowException, OSError):
         complete = False
-    table = pa.Table.from_batches(batches, reader.schema).select(SCHEMA.names).replace_schema_metadata(None)
-    return _Opened(header, table, complete)
+    table = pa.Table.from_batches(batches, reader.schema)
+    for f in SCHEMA:
+        if f.name not in table.schema.names:  # an older version did not record it: it is unknown
+            table = table.append_column(f, pa.array([UNKNOWN[f.name]] * table.num_rows, f.type))
+    return _Opened(header, table.select(SCHEMA.names).replace_schema_metadata(None), complete)
 
 
 def _gauge_of(path: Path) -> tuple[np.ndarray, bool]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from llm_bench import export, markdown, metrics, terminal_report
+from llm_bench import export, html_report, markdown, metrics, terminal_report
 from llm_bench.errors import BenchError
 from llm_bench.results import Asked, Run
 from llm_bench.words import or_default
@@ -21,6 +21,7 @@ FORMATS: dict[str, Callable[[Sequence[Run], Asked], str]] = {
     "md": lambda runs, asked: "\n".join(markdown.text(run, or_default(asked, run)) for run in runs),
     "json": export.json_text,
     "csv": export.csv_text,
+    "html": html_report.page,
 }
 
 

@@ -118,6 +118,23 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
         records.read(tmp_path / "a.arrow")
 
 
+@pytest.mark.parametrize("name", [f.name for f in fields(Record) if f.name not in records.REQUIRED])
+def test_a_field_that_an_older_version_did_not_record_is_unknown(tmp_path: Path, name: str) -> None:
+    whole = write(tmp_path / "a.arrow", ROWS)
+    with pa.ipc.open_stream(whole) as reader:
+        table = reader.read_all()
+    with pa.ipc.new_stream(tmp_path / "b.arrow", table.drop_columns([name]).schema) as old:
+        old.write_table(table.drop_columns([name]))
+    old_cell, unknown = records.read(tmp_path / "b.arrow"), getattr(Record(0, "", "ok", 0), name)
+    if name in LISTS:
+        found = (
+            [x for row in old_cell.labels for x in row] if name == "labels" else getattr(old_cell, name).nonzero()[0]
+        )
+        assert len(found) == 0
+    else:
+        assert all(v == unknown or (v != v and unknown != unknown) for v in old_cell[name].tolist())
+
+
 def test_an_arrow_stream_of_someone_else_is_refused(tmp_path: Path) -> None:
     def stream(schema: pa.Schema) -> Path:
         with pa.ipc.new_stream(tmp_path / "b.arrow", schema):

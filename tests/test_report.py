@@ -460,7 +460,7 @@ def test_bad_folders_files_names_and_formats_are_refused(tmp_path: Path, five: P
     with pytest.raises(BenchError, match="nearest"):
         report.parse_metrics("ttft_p95,tpt_p95")
     with pytest.raises(BenchError, match="terminal, md, json, csv"):
-        report.check_format("html")
+        report.check_format("pdf")
     assert report.parse_metrics(" ttft_p95 , error_rate,ttft_p95") == ["ttft_p95", "error_rate"]
     assert report.parse_metrics("") == []
     for text in ("{", "[]"):
