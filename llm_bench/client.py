@@ -6,7 +6,7 @@ import numpy as np
 
 from llm_bench import windows
 from llm_bench.facts import EITHER_WAY, TOO_HIGH, Facts, Finding
-from llm_bench.series import NOTHING, SERIES, events_in
+from llm_bench.series import NOTHING, SERIES, reads_in
 
 MAX_LAG_MS = 10.0  # the client's own lateness, p99
 MAX_LAG_SHARE = 0.05  # its mean, against the mean TTFT of the same requests
@@ -98,15 +98,18 @@ def _stalled(f: Facts) -> Finding | None:
     )
 
 
+_SAID = {"events": "token events/s (those of one read count once)", "requests": "requests/s"}
+
+
 def _limited(f: Facts) -> Finding | None:
     ceiling, workers = f.end.get("ceiling") or {}, int(f.ended("workers")) or 1
     ended = windows.attempted(f.cell) & (f.cell["end_ns"] >= f.window.start_ns) & (f.cell["end_ns"] < f.window.end_ns)
-    counted = {"events": int(events_in(f.cell, f.window).sum()), "requests": int(ended.sum())}
+    counted = {"events": reads_in(f.cell, f.window), "requests": int(ended.sum())}
     found = []
     for what, count in counted.items():
         most, rate = workers * (ceiling.get(f"{what}_per_s") or 0.0), count / f.window.seconds
         if most and rate > MAX_CEILING_SHARE * most:
-            found.append(f"{rate:,.0f} of at most {most:,.0f} {what}/s ({rate / most:.0%})")
+            found.append(f"{rate:,.0f} of at most {most:,.0f} {_SAID[what]} ({rate / most:.0%})")
     if not found:
         return None
     cores = "one core" if workers == 1 else f"{workers} cores"

@@ -74,6 +74,16 @@ def events_in(cell: Cell, window: Window) -> np.ndarray:
     return inside
 
 
+def reads_in(cell: Cell, window: Window) -> int:
+    """Reads of the socket that brought token-bearing events in the window: events of one read share their stamp."""
+    reads = 0
+    for piece in cell.pieces():
+        fresh = np.diff(piece.ns, prepend=-1) != 0
+        fresh[piece.offsets[:-1][np.diff(piece.offsets) > 0]] = True  # another request's read, whatever its stamp
+        reads += int((fresh & (piece.ns >= window.start_ns) & (piece.ns < window.end_ns)).sum())
+    return reads
+
+
 def due_in(cell: Cell, window: Window) -> np.ndarray:
     """Mask of the requests that belong to the window: by due time."""
     return np.asarray((cell["due_ns"] >= window.start_ns) & (cell["due_ns"] < window.end_ns))

@@ -105,7 +105,10 @@ TROUBLE = {
         "stood still once in the window, for up to 1000 ms, 10.10% of it",
     ),
     "client busy": (lambda: found(requests(), loop_lag_p99_ms=30.0, client_cpu_share=0.97), "97% of a core"),
-    "client limited": (lambda: found(requests(), ceiling={"events_per_s": 60}), "50 of at most 60 events/s (83%)"),
+    "client limited": (
+        lambda: found(requests(), ceiling={"events_per_s": 60}),
+        "50 of at most 60 token events/s (those of one read count once) (83%)",
+    ),
     "delivered tokens": (lambda: found(requests(asked_out=6)), "500 of 600 asked (83.3%)"),
     "lengths not pinned": (lambda: found(requests(head={"probe": PROBE | {"lengths_pinned": False}})), "may end"),
     "prompt tokens": (lambda: found(requests(tokens_in=107)), "(+7.0%)"),
@@ -384,3 +387,9 @@ def test_usage_is_held_against_the_tokenizer_but_for_an_end_token_without_text(
 ) -> None:
     got = found(requests(tokens_out=said, asked_out=said, tokens_counted=counted))
     assert ("usage disputed" in got) is doubted
+
+
+def test_answers_that_come_in_one_read_are_not_held_against_the_ceiling_of_single_events() -> None:
+    at_once = cell([record(i, 100 * i, events=[100 * i + 50] * 50, asked_out=50) for i in range(100)], load=OPEN)
+    assert "client limited" not in found(at_once, ceiling={"events_per_s": 60})
+    assert "client limited" in found(at_once, ceiling={"events_per_s": 60, "requests_per_s": 1})
