@@ -7,10 +7,13 @@ import errno
 import fcntl
 import hashlib
 import json
+import platform
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -25,8 +28,12 @@ LOCK = ".lock"  # file in a run's folder: whoever measures holds it, and the ker
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that know none: a run goes on without
 DONE = ("exhausted", "duration")  # reasons of a cell that is not measured again
 # What has to be equal for a run to be resumed, but for what changes no number: where its files lie, how long we wait.
-ASKED = ("version", "cpu", "settings", "targets", "declared", "loads", "trace", "hashes")
-FREE: Mapping[str, tuple[str, ...]] = {"settings": ("out", "ready_s"), "trace": ("path",)}
+ASKED = ("version", "versions", "cpu", "settings", "targets", "declared", "loads", "trace", "hashes")
+FREE: Mapping[str, tuple[str, ...]] = {
+    "settings": ("out", "ready_s", "slo", "deadlines"),
+    "trace": ("path", "bytes", "sha256"),  # the rows have a hash of their own: a trace may be packed anew
+}
+OUR_STACK = ("httptools", "numpy", "orjson", "pyarrow", "uvloop")  # packages whose version can change a number
 OF_BOOK = ("cells", "set_aside", "declared", "hashes", "probed", "salt")  # and in no header of records
 
 _CELL = re.compile(r"\d{3,9}-[\w=.-]+")
@@ -73,7 +80,8 @@ class Book:
             fresh = {"llm_bench_run": 1, "run_id": secrets.token_hex(4), "salt": secrets.token_hex(8)}
             self.facts: dict[str, Any] = fresh | before
             hashes = {**asked.get("hashes", {}), "headers": _salted(private or {}, str(self.facts["salt"]))}
-            now = _as_stored({**asked, "version": __version__, "cpu": host()["cpu"], "hashes": hashes})
+            ours = {"version": __version__, "versions": _versions(), "cpu": host()["cpu"], "hashes": hashes}
+            now = _as_stored({**asked, **ours})
             if resume:
                 self._compare({**before, "cpu": before["host"].get("cpu")}, now, ASKED)
                 self.facts |= {key: now[key] for key in FREE if key in now}
@@ -114,8 +122,11 @@ class Book:
                     f"({len(self.facts['cells'])} cells); ask for the same, or give a new --out"
                 )
 
-    def begin(self, probed: Mapping[str, Any]) -> None:
+    def begin(self, probed: Mapping[str, Any], together: Iterable[Collection[str]] = ()) -> None:
         """The targets have answered: `probed` holds what of it decides the work, by target; now cells may begin.
+
+        `together`: names of cells that are one measurement, as those of a pair: where one of them is not done, a
+        resumed run measures them all again.
 
         Raises BenchError, before a file is moved, where a resumed run meets other targets than it was begun with.
         """
@@ -126,17 +137,18 @@ class Book:
         if self._resumes:
             self.facts["resumed"] = [*(self.facts.get("resumed") or []), list(clock.anchor())]
             try:
-                self._set_aside()
+                self._set_aside(together)
             except OSError as e:
                 raise BenchError(
                     f"{self.path.parent / ASIDE}: what unfinished cells left cannot be moved there: {e.strerror}"
                 ) from None
         self.save()
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, together: Iterable[Collection[str]]) -> None:
         """Move what unfinished cells left out of the reports' sight. Nothing is deleted."""
         aside = self.path.parent / ASIDE
-        for cell in [c for c in self.facts["cells"] if not self._is_done(c)]:
+        halves = {name for names in together if not all(map(self.is_done, names)) for name in names}
+        for cell in [c for c in self.facts["cells"] if c["name"] in halves or not self._is_done(c)]:
             aside.mkdir(exist_ok=True)
             left = f"{_escaped(cell['name'])}.*"
             free = next(n for n in count(self.attempt(cell["name"])) if not any(aside.glob(f"{n}-{left}")))
@@ -211,6 +223,14 @@ def _as_stored(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without(value: Any, names: Sequence[str]) -> Any:
     return {k: v for k, v in value.items() if k not in names} if isinstance(value, dict) else value
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in OUR_STACK:
+        with suppress(PackageNotFoundError):  # uvloop is not everywhere
+            found[package] = version(package)
+    return found
 
 
 def _salted(private: Mapping[str, Mapping[str, str]], salt: str) -> dict[str, dict[str, str]]:

@@ -89,6 +89,7 @@ def report(
     others: As = "",
     format: Format = "terminal",  # noqa: A002
     output: Output = None,
+    each_run: Annotated[bool, typer.Option("--runs", help="Each repeat alone, not what they show together.")] = False,
     fail_on_slo: FailOnSlo = False,
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
 ) -> None:
@@ -96,7 +97,9 @@ def report(
     from llm_bench import as_tools, objectives, parquet, results
     from llm_bench import report as reports
 
-    asked = results.Asked(reports.parse_metrics(metrics), objectives.parse(slo, deadlines), as_tools.parse(others))
+    asked = results.Asked(
+        reports.parse_metrics(metrics), objectives.parse(slo, deadlines), as_tools.parse(others), each_run
+    )
     if format == "parquet" and output is None:
         raise BenchError("--format parquet: expected -o FILE, since a terminal cannot show it")
     if format != "parquet":
@@ -108,7 +111,7 @@ def report(
         terminal.save(output, reports.render(found, asked, format))
     else:
         terminal.show(reports.render(found, asked, format))
-    verdicts = [results.verdict(run, asked.slo) for run in found]
+    verdicts = [results.verdict(run, run.agreed(asked.slo)) for run in found]
     codes = {slo_code(verdict) for verdict in verdicts if fail_on_slo}
     if code := 1 if 1 in codes else 3 if 3 in codes or (fail_on_doubt and any(v.doubts for v in verdicts)) else 0:
         raise typer.Exit(code)

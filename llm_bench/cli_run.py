@@ -118,6 +118,13 @@ def run(
     alone_too: Annotated[
         bool, typer.Option("--alone-too", help="Beside a mix, each of its classes alone: same rows, same times.")
     ] = False,
+    repeat: Annotated[int, typer.Option(help="Measure each target at each load N times; from 5 on their spread.")] = 1,
+    interleave: Annotated[
+        bool, typer.Option("--interleave", help="Targets take turns, A B B A, --repeat pairs at each load: for gate.")
+    ] = False,
+    same_salt: Annotated[
+        bool, typer.Option("--same-salt", help="Of --interleave: equal prompts in both; separate servers only.")
+    ] = False,
     reuse_prompts: Annotated[
         bool, typer.Option("--reuse-prompts", help="The same prompts in every cell and run.")
     ] = False,
@@ -170,11 +177,12 @@ def run(
     """Replay a trace against targets at each load, and report.
 
     Without --concurrency, --rate or --replay the trace is replayed at its own times. Several loads, or several targets,
-    are measured one after the other. Metrics are listed in the README, under "Metrics".
+    are measured one after the other. Metrics are listed in docs/reference.md.
     """
     from llm_bench import objectives, report, results, selection
     from llm_bench import run as runs
     from llm_bench import targets as known
+    from llm_bench.arms import Rounds
     from llm_bench.cell import HISTORIES, Options
     from llm_bench.exchange import Timeouts
 
@@ -228,6 +236,9 @@ def run(
         spin_us=spin,
         ready_s=ready_timeout,
         timeouts=Timeouts(*(limit or None for limit in limits)),
+        rounds=Rounds(repeat, interleave, same_salt),
+        slo=slo,
+        deadlines=deadlines,
     )
     say, live = terminal.voice()
     ended = runs.run(job, options, say, live)

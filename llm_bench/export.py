@@ -9,46 +9,56 @@ from typing import Any
 from llm_bench import metrics
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
+from llm_bench.repeats import Group, groups
 from llm_bench.results import Asked, Run, Sheet, sheets
-from llm_bench.words import LIMITED, not_the_same_work, or_default, table_lines
+from llm_bench.words import LIMITED, group_lines, not_the_same_work, or_default
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
 
 
 def rows(run: Run, asked: Asked) -> Iterator[dict[str, Any]]:
     """One dict a figure, by COLUMNS; a cell that cannot be read has its rows too, without values."""
-    for sheet in sheets(run, asked):
-        verdicts = {(j.limit.of_class, j.limit.metric.name): j for j in sheet.judged}
-        state = "; ".join(filter(None, [sheet.measured.window.state, LIMITED * sheet.client_limited]))
-        for line in table_lines(sheet):
-            for v in line.values:
-                low, high = v.interval or (None, None)
-                judged = verdicts.get((line.of_class, v.name))
-                yield {
-                    "target": sheet.measured.target,
-                    "load": sheet.measured.load,
-                    "class": line.of_class,
-                    "metric": v.name,
-                    "value": v.value,
-                    "unit": v.unit,
-                    "n": v.n,
-                    "ess": v.ess,
-                    "interval_low": low,
-                    "interval_high": high,
-                    "slo": f"{judged.limit.text} {judged.verdict}" if judged else "",
-                    "state": state,
-                    "failures": "; ".join(f.text for f in sheet.failures),
-                    "doubts": len(sheet.doubts),
-                    "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
-                    "run": run.path.name,
-                }
-        yield from _tool_rows(run, sheet)
+    for group in groups(sheets(run, asked)):
+        yield from _rows(run, group)
+        for one in groups(group.sheets, apart=True) if group.runs > 1 else ():
+            yield from _rows(run, one)
+        for sheet in group.sheets:
+            yield from _tool_rows(run, sheet)
     for m in run.missing:
         for name in asked.names:
             unit = metrics.parse(name).unit
             yield {"target": m.target, "load": m.load, "metric": name, "unit": unit, "state": "missing"} | {
                 "doubts": 1,
                 "label": m.why,
+                "run": run.path.name,
+            }
+
+
+def _rows(run: Run, group: Group) -> Iterator[dict[str, Any]]:
+    first, alone = group.sheets[0].measured, group.runs == 1
+    slo = {(x.limit.of_class, x.limit.metric.name): f"{x.limit.text} {x.verdict}" for x in group.limits()}
+    states = [s for sheet in group.sheets for s in (sheet.measured.window.state, LIMITED * sheet.client_limited)]
+    for line in group_lines(group):
+        for v in line.values:
+            low, high = v.interval or (None, None)
+            yield {
+                "target": group.target,
+                "load": first.load,
+                "class": line.of_class,
+                "metric": v.name,
+                "value": v.value,
+                "unit": v.unit,
+                "n": v.n,
+                "runs": group.runs,
+                "pair": first.pair if alone else None,
+                "ess": v.ess,
+                "interval_low": low,
+                "interval_high": high,
+                "slo": slo.get((line.of_class, v.name), ""),
+                "state": "; ".join(filter(None, dict.fromkeys(states))),
+                "failures": "; ".join(f.text for sheet in group.sheets for f in sheet.failures),
+                "doubts": len(group.doubts()),
+                "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
                 "run": run.path.name,
             }
 
@@ -72,13 +82,35 @@ def _tool_rows(run: Run, sheet: Sheet) -> Iterator[dict[str, Any]]:
 
 def document(run: Run, asked: Asked) -> dict[str, Any]:
     """The run as one JSON-able object."""
+    found = sheets(run, asked)
     return {
         "path": str(run.path),
         "run": dict(run.facts),
         "missing": [m._asdict() for m in run.missing],
         "not_the_same_work": not_the_same_work(run),
         "doubts": [d._asdict() for d in run.own_doubts],
-        "cells": [_cell_document(sheet) for sheet in sheets(run, asked)],
+        "cells": [_cell_document(sheet) for sheet in found],
+        "repeats": [_group_document(group) for group in groups(found) if group.runs > 1],
+    }
+
+
+def _group_document(group: Group) -> dict[str, Any]:
+    """What the runs of one target at one load show together; each run's own figures are in `cells`."""
+    return {
+        "target": group.target,
+        "load": group.load,
+        "cells": [sheet.measured.name for sheet in group.sheets],
+        "outcomes": group.outcomes,
+        "metrics": {v.name: _value_document(v) for v in group.values},
+        "classes": {
+            name: {"outcomes": of.outcomes, "metrics": {v.name: _value_document(v) for v in of.values}}
+            for name, of in group.by_class.items()
+        },
+        "slo": [
+            {"limit": x.limit.text, "class": x.limit.of_class, "verdict": x.verdict, "runs": dict(x.runs)}
+            for x in group.limits()
+        ],
+        "doubts": [d._asdict() for d in group.doubts()],
     }
 
 
@@ -88,7 +120,7 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
         "name": m.name,
         "target": m.target,
         "load": m.load,
-        "header": {key: m.cell.header.get(key) for key in ("target", "load", "plan", "probe")},
+        "header": {key: m.cell.header.get(key) for key in ("target", "load", "plan", "probe", "pair", "order")},
         "window": {
             "rule": w.rule,
             "opened": w.opened,
@@ -161,8 +193,8 @@ def _value_document(v: Value) -> dict[str, Any]:
     }
 
 
-COLUMNS = ["target", "load", "class", "metric", "value", "unit", "n", "ess", "interval_low", "interval_high"]
-COLUMNS += ["slo", "state", "failures", "doubts", "label", "run"]
+COLUMNS = ["target", "load", "class", "metric", "value", "unit", "n", "runs", "pair", "ess"]
+COLUMNS += ["interval_low", "interval_high", "slo", "state", "failures", "doubts", "label", "run"]
 
 
 def csv_text(runs: Sequence[Run], asked: Asked) -> str:

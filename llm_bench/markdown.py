@@ -3,22 +3,26 @@
 from llm_bench import metrics
 from llm_bench.doubts import Doubt
 from llm_bench.metrics import Value
+from llm_bench.repeats import groups
 from llm_bench.results import Asked, Run, sheets
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
     by_target,
+    group_lines,
+    heading,
     legend,
     not_the_same_work,
     number,
     remarks,
+    remarks_on_runs,
+    runs_legend,
     shown_outcomes,
-    table_lines,
     title,
     tool_remarks,
     tool_rows,
     tool_title,
-    verdict_line,
+    verdicts,
     warnings,
 )
 
@@ -32,21 +36,26 @@ def text(run: Run, asked: Asked) -> str:
     units = [metrics.parse(name).unit for name in names]
     heads = [f"{n} ({u})" if u not in ("1", "share") else n for n, u in zip(names, units, strict=True)]
     for target, mine in by_target(sheets(run, asked)).items():
+        together = groups(mine, apart=asked.runs)
         outcomes = shown_outcomes(mine)
         columns = ["load", *(SHORT.get(o, o) for o in outcomes), *heads]
         lines += [f"### {_md(target)}", "", *(f"**{_md(line)}**\n" for line in warnings(mine))]
         lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
-        for line in (line for sheet in mine for line in table_lines(sheet)):
+        for line in (line for group in together for line in group_lines(group)):
             counts = [str(line.outcomes[o]) for o in outcomes]
             figures = [number(v.value, v.unit) + _md_small(v) for v in line.values]
             lines.append(f"| {' | '.join([_md(line.head), *counts, *figures])} |")
-        lines += ["", *(f"{_md(line)}  " for line in legend(run, names, mine, "beside"))]
-        for sheet in mine:
-            lines += ["", f"**{_md(sheet.measured.load)}**", ""]
-            lines += [f"- {_md(line)}" for line in remarks(sheet)]
-            lines += [f"- **{_md(verdict_line(j))}**" for j in sheet.judged]
-            lines += [_md_doubt(d) for d in sheet.doubts] or ["- no doubts"]
-            for tool in sheet.as_tools:
+        lines += [
+            "",
+            *(f"{_md(line)}  " for line in legend(run, names, mine, "beside") + runs_legend(together, "beside")),
+        ]
+        for group in together:
+            lines += ["", f"**{_md(heading(group))}**", ""]
+            said = remarks(group.sheets[0]) if group.runs == 1 else remarks_on_runs(group)
+            lines += [f"- {_md(line)}" for line in said]
+            lines += [f"- **SLO {_md(': '.join(verdict))}**" for verdict in verdicts(group)]
+            lines += [_md_doubt(d) for d in group.doubts()] or ["- no doubts"]
+            for tool in group.sheets[0].as_tools if group.runs == 1 else ():
                 lines += ["", f"*{_md(tool_title(tool))}*", ""]
                 lines += [f"| {' | '.join(TOOL_HEADS)} |", "|---|---:|---|---:|---|"]
                 lines += [f"| {' | '.join(map(_md, row))} |" for row in tool_rows(tool)]

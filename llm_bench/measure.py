@@ -136,7 +136,7 @@ def announcement(cell: Cell, workers: int = 1, asked: int = 0) -> list[str]:
         sent = cell.due_ns[cell.due_ns >= 0]
         span_s = max(float(sent.max()) / 1e9, 1e-9)
         rate = (len(sent) - 1) / span_s
-        lines.append(f"these arrivals (seed {cell.options.seed}) come at {rate:.4g}/s over {span_s:.1f} s")
+        lines.append(f"these arrivals (seed {cell.arrivals_seed}) come at {rate:.4g}/s over {span_s:.1f} s")
     return lines
 
 

@@ -9,7 +9,7 @@ import typer
 from llm_bench.errors import BenchError
 
 TargetsFile = Annotated[Path, typer.Option(help="File of declared targets.")]
-Api = Annotated[str, typer.Option(help="Protocol: a row of the README's table; default: openai-chat.")]
+Api = Annotated[str, typer.Option(help="Protocol: a row of docs/reference.md; default: openai-chat.")]
 Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
 KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the targets' API key.")]
 Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
@@ -18,7 +18,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Believe any https ce
 Proxy = Annotated[str, typer.Option(help="http://HOST:PORT, env (as HTTP_PROXY and NO_PROXY say) or none.")]
 MaxLen = Annotated[int, typer.Option(help="Context limit in tokens; default: what the target says.")]
 Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
-Metrics = Annotated[str, typer.Option(help="Comma-separated names of README's table Metrics, e.g. ttft_p95.")]
+Metrics = Annotated[str, typer.Option(help="Comma-separated names of docs/reference.md, e.g. ttft_p95.")]
 SloText = Annotated[str, typer.Option("--slo", help="Limits, e.g. ttft_p95<800ms,error_rate<1%, or a preset's name.")]
 Deadlines = Annotated[str, typer.Option(help="Of each token, e.g. ttft=800ms,tpot=50ms; default: the limits of --slo.")]
 FailOnSlo = Annotated[
@@ -66,6 +66,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "stall_timeout": _SECONDS,
     "total_timeout": _SECONDS,
     "keep_bytes": (0, 1_000_000_000),
+    "repeat": (1, 1000),
     "workers": (1, 1024),
     "spin": (0, 1000),
     "fail_on_error_rate": (0, 1),

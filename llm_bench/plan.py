@@ -6,7 +6,7 @@ middle of the HTTP head (request id, length, body): what comes before may hold a
 
 import hashlib
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Load:
     burstiness: float | None = 1.0  # gamma shape of the arrivals: 1 Poisson, 0.25 gaps with CV 2; None: evenly spaced
     speed: float | None = None  # replay: the trace's own times, this many times as fast
     max_in_flight: int | None = None  # open loop's only cap: late ones queue, due-time latency shows it
+    class_alone: str = ""  # of a mixed trace only this class's requests, at the times that they have in the mix
 
     @property
     def kind(self) -> str:
@@ -38,10 +39,11 @@ class Load:
 
     @property
     def label(self) -> str:
+        alone = f" [{self.class_alone} alone]" if self.class_alone else ""
         if self.concurrency is not None:
-            return f"c={self.concurrency}"
+            return f"c={self.concurrency}{alone}"
         cap = f" cap={self.max_in_flight}" if self.max_in_flight else ""
-        return (f"rate={self.rate:g}/s" if self.rate is not None else f"replay x{self.speed:g}") + cap
+        return (f"rate={self.rate:g}/s" if self.rate is not None else f"replay x{self.speed:g}") + cap + alone
 
 
 def arrivals(count: int, rate: float, burstiness: float | None, seed: int) -> np.ndarray:
@@ -100,6 +102,14 @@ def within(requests: Sequence[Request], due_ns: np.ndarray, duration_s: float | 
     return kept
 
 
+def of_class(requests: Sequence[Request], rows: Sequence[int], name: str) -> list[int]:
+    """Those of `rows` whose requests are of a class. Raises BenchError where there is none."""
+    kept = [i for i in rows if requests[i].request_class == name]
+    if not kept:
+        raise BenchError(f"--alone-too: none of the {len(rows)} requests of a cell is of the class {name!r}")
+    return kept
+
+
 class Plan:
     """The shots of one cell, in the order of the trace. `driver` reads it, and nothing else of the bench."""
 
@@ -114,7 +124,7 @@ class Plan:
         self.due_ns: list[int] = due_ns.tolist()
         self.first, self.next_turn = _conversations(requests)
         self.think_ns = [NEVER if r.think_s is None else round(r.think_s * 1e9) for r in requests]
-        self.hash = ""  # of all first-turn bytes: two cells with one hash did the same work
+        self.hash = ""  # of all bodies made before the clock starts: two cells with one hash did the same work
         self._spool = spool
         self._offsets = np.zeros(len(requests) + 1, np.int64)
         self._map: mmap.mmap | None = None
@@ -123,14 +133,12 @@ class Plan:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def write(self, payloads: Iterator[bytes]) -> None:
-        """Spool the first turns' bytes, in order; later turns get theirs when the turn before has ended."""
+    def write(self, payloads: Iterable[bytes]) -> None:
+        """Spool the bytes of each request, in order; b"" is one that is made when the turn before it has ended."""
         digest = hashlib.blake2b(digest_size=8)
-        first = set(self.first)
         with self._spool.open("wb") as file:
-            for i in range(len(self.requests)):
-                payload = next(payloads) if i in first else b""
-                digest.update(payload)
+            for i, payload in enumerate(payloads):
+                digest.update(payload.rpartition(b"\r\n\r\n")[2])  # the head has an id of this run's own
                 file.write(payload)
                 self._offsets[i + 1] = self._offsets[i] + len(payload)
         self.hash = digest.hexdigest()
@@ -139,10 +147,12 @@ class Plan:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def payload(self, index: int, previous: Exchange | None) -> bytes:
-        if previous is not None:
+        begin, end = self._offsets[index : index + 2]
+        if begin == end:
+            assert previous is not None, "bytes that need an answer which there is not"
             return self._next_payload(index, previous)
         assert self._map is not None, "payload before write"
-        return self._map[self._offsets[index] : self._offsets[index + 1]]
+        return self._map[begin:end]
 
     def cancel_s(self, index: int) -> float | None:
         return self.requests[index].cancel_after_s
@@ -187,43 +197,6 @@ def repeat(requests: Sequence[Request], count: int) -> tuple[list[Request], list
             out.append(request)
             laps.append(lap)
     return out, laps
-
-
-def fit_context(requests: Sequence[Request], limit: int | None, policy: str) -> tuple[list[Request], str]:
-    """Requests that fit a context of `limit` tokens, and what was done to the others in words ("" when nothing).
-
-    policy: refuse | skip (with the whole conversation) | clip (the prompt is shortened, never the answer).
-    Raises BenchError under `refuse`, and under `clip` where the answer alone is over the limit.
-    """
-    if limit is None:
-        return list(requests), ""
-    over = {i for i, r in enumerate(requests) if r.tokens_in + (r.tokens_out or 0) > limit}
-    if not over:
-        return list(requests), ""
-    worst = max(over, key=lambda i: requests[i].tokens_in + (requests[i].tokens_out or 0))
-    found = (
-        f"{len(over)} of {len(requests)} requests ({len(over) / len(requests):.1%}) are over the target's context of "
-        f"{limit} tokens (the longest, line {requests[worst].line}: {requests[worst].tokens_in} in + "
-        f"{requests[worst].tokens_out or 0} out)"
-    )
-    if policy == "refuse":
-        raise BenchError(f"{found}; --too-long skip or --too-long clip says what to do with them")
-    if policy == "skip":
-        gone = {requests[i].session for i in over} - {""}
-        kept = [r for i, r in enumerate(requests) if i not in over and r.session not in gone]
-        if not kept:
-            raise BenchError(f"{found}; skipping them leaves no request")
-        return kept, f"{found}: skipped, with the rest of their conversations: {len(requests) - len(kept)} requests"
-    clipped = list(requests)
-    for i in over:
-        r = requests[i]
-        room = limit - (r.tokens_out or 0)
-        if room < 1 or r.prompt is not None or r.messages is not None or r.prompt_token_ids is not None or r.turn:
-            why = "its answer alone is over it" if room < 1 else "its text is given or it is a session's later turn"
-            raise BenchError(f"{found}; line {r.line} cannot be clipped: {why}; use --too-long skip")
-        blocks = -(-room // r.block_size) if r.block_size else 0
-        clipped[i] = replace(r, tokens_in=room, hash_ids=r.hash_ids[:blocks])
-    return clipped, f"{found}: their prompts were clipped"
 
 
 def select(

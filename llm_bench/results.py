@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import metrics, objectives, outcomes, records, shapes, windows
+from llm_bench import as_tools, metrics, objectives, outcomes, records, shapes, windows
+from llm_bench.as_tools import Table
 from llm_bench.client import CLIENT_LIMITED
 from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt, doubts
@@ -35,6 +36,12 @@ class Measured:
     stored: Sequence[Doubt]  # what the run itself wrote down
     listed: bool = True  # False: run.json, which is there, does not know it
 
+    @property
+    def pair(self) -> int | None:
+        """Which repeat of its target and load it is, from 0; None in a run that has each once."""
+        pair = self.cell.header.get("pair")
+        return None if pair is None else int(pair)
+
 
 class Missing(NamedTuple):
     """A cell that was planned and cannot be read."""
@@ -54,6 +61,18 @@ class Run:
     facts: Mapping[str, Any]  # run.json without its cells; {} where there is none
     cells: list[Measured]
     missing: list[Missing]
+
+    def agreed(self, given: Slo = NO_SLO) -> Slo:
+        """The SLO to judge it by: as given or, where limits or deadlines are not, as it was run with.
+
+        Raises BenchError where what run.json holds is none.
+        """
+        settings = self.facts.get("settings") or {}
+        try:
+            own = objectives.parse(settings.get("slo") or "", settings.get("deadlines") or "")
+        except BenchError as e:
+            raise BenchError(f"{self.path / 'run.json'}: settings: {e}; give --slo") from None
+        return given if given.limits else own._replace(deadlines=given.deadlines or own.deadlines)
 
     @property
     def own_doubts(self) -> list[Doubt]:
@@ -79,10 +98,12 @@ class ClassSheet(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a report is asked to print: names of metrics (none: each run's default), and against which SLO."""
+    """What a report is asked to print: names of metrics (none: each run's default), against which SLO, as whom."""
 
     names: Sequence[str] = ()
     slo: Slo = NO_SLO
+    tools: tuple[str, ...] = ()  # of as_tools.TOOLS: what they would have printed
+    runs: bool = False  # each repeat of a cell alone, not only what they show together
 
 
 class Sheet(NamedTuple):
@@ -99,6 +120,7 @@ class Sheet(NamedTuple):
     doubts: list[Doubt]
     judged: list[Judged]  # each limit of the SLO
     by_class: dict[str, ClassSheet]  # where the requests are of several
+    as_tools: tuple[Table, ...] = ()  # of the tools asked for
 
     @property
     def client_limited(self) -> bool:
@@ -131,6 +153,7 @@ def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
         doubts=doubts_,
         judged=objectives.judge(cell, window, asked.slo, client_limited=limited),
         by_class=_by_class(cell, window, asked),
+        as_tools=as_tools.tables(cell, window, asked.tools),
     )
 
 
@@ -187,7 +210,8 @@ def load_run(path: Path) -> Run:
     if not files:
         raise BenchError(f"{path}: no run: no record file (*.arrow) in it")
     there = [name for name in listed if name in files] + [name for name in files if name not in listed]
-    lost = [Missing(*_place(e), "it was begun and left no records") for n, e in listed.items() if n not in files]
+    gone = [entry for name, entry in listed.items() if name not in files]
+    lost = [Missing(*_place(e), f"{_which(e)}it was begun and left no records") for e in gone]
     cells, refused = [], []
     for name in there:
         try:
@@ -196,7 +220,10 @@ def load_run(path: Path) -> Run:
             refused.append((name, e))
     if refused and not cells:
         raise refused[0][1]
-    unread = [Missing(*_place(listed.get(name) or {"target": name}), f"it cannot be read: {e}") for name, e in refused]
+    unread = []
+    for name, why in refused:
+        entry = listed.get(name) or {"target": name}
+        unread.append(Missing(*_place(entry), f"{_which(entry)}it cannot be read: {why}"))
     return Run(path, facts, cells, lost + unread + _never_run(facts, list(listed.values())))
 
 
@@ -214,15 +241,22 @@ def _place(entry: Mapping[str, Any]) -> tuple[str, str]:
     return str(entry.get("target", "?")), str(load.get("label") or _load_label(load))
 
 
+def _which(entry: Mapping[str, Any]) -> str:
+    """Of several cells of a target at a load."""
+    return "" if entry.get("pair") is None else f"run {entry['pair']} of it: "
+
+
 def _never_run(facts: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]) -> list[Missing]:
     """What the run had still before it when it ended: each target at each load, but for the cells that were begun."""
+    repeat = ((facts.get("settings") or {}).get("rounds") or {}).get("repeat") or 1
     planned = Counter((str(t), str(load)) for t in facts.get("targets") or [] for load in facts.get("loads") or [])
-    left = planned - Counter(map(_place, begun))
+    left = Counter({place: repeat * count for place, count in planned.items()}) - Counter(map(_place, begun))
     why = "not run when the run last wrote down where it was"
     for last in begun[-1:]:
         if cause := stopped((last.get("end") or {}).get("reason") or ""):
             why = f"not run, since {cause} ({' at '.join(_place(last))})"
-    return [Missing(target, load, why) for target, load in left.elements()]
+    some = f"{{}} of {repeat} runs of it were " if repeat > 1 else ""
+    return [Missing(target, load, some.format(count) + why) for (target, load), count in left.items()]
 
 
 def _measured(folder: Path, name: str, entry: Mapping[str, Any] | None, listed: bool) -> Measured:

@@ -5,13 +5,13 @@ Everything that a cell measured is on disk before the next begins; `run.json` na
 
 import hashlib
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llm_bench import plan, probe, prompts, targets, trace
+from llm_bench import arms, bodies, pairs, plan, probe, prompts, selection, targets, ticks, trace
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
@@ -31,7 +31,15 @@ class Job:
     trace: Path
     format: str | None = None
     block_size: int | None = None
+    unit: str | None = None  # of the trace's times, s or ms; None: the format's
+    map: Mapping[str, str] | None = None  # columns of a plain table
+    turns: str | None = None  # cumulative or new, how a session's lengths are meant; None: found out
     skip_bad: int = 0
+    from_s: float | None = None  # of the trace: conversations that begin from here on
+    to_s: float | None = None  # and before this
+    limit: int | None = None  # rows of the trace at most, in whole conversations
+    dejitter: str = "auto"  # a mode of ticks.dejitter
+    alone_too: bool = False  # of a mixed trace, each class alone beside the mix
     workers: int = 1  # processes that share each cell; 0: as many as the load seems to need
     resume: bool = False  # finish the run in the folder
 
@@ -51,27 +59,31 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     Raises BenchError, before any load is sent, when something asked for cannot be right, and KeyboardInterrupt for
     SIGINT or SIGTERM outside a cell. In a cell they cut it, and what it measured is written.
     """
-    exact = {t.name: prompts.exact(t.tokenizer) for t in job.targets if t.tokenizer}
-    rows = trace.read(
-        job.trace,
-        format=job.format,
-        limit=None if options.loop_trace else options.requests,
-        block_size=job.block_size,
-        skip_bad=job.skip_bad,
-    )
-    if not rows.requests:
-        raise BenchError(f"{job.trace}: no request is left to send")
+    _check_arms(job, options)
+    exact = {t.name: prompts.exact(t.tokenizer, token_ids=options.token_ids) for t in job.targets if t.tokenizer}
+    rows = _rows(job, options)
+    _check_sayable(job, options, rows)
     for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
         say(f"trace: {note}")
     if any(load.concurrency for load in job.loads) and rows.requests[-1].at_s is not None:
         say("trace: a closed loop does not use its times; its order, lengths, prefixes and sessions are used")
     for load in job.loads:  # a trace without times fails here, not after the first cell
         plan.due_times(rows.requests, load, options.seed)
+    loads = list(job.loads)
+    if job.alone_too:
+        names = selection.classes(rows.requests)
+        loads = [replace(load, class_alone=name) for load in loads for name in ("", *names)]
+        if any(load.concurrency for load in loads):
+            say("--alone-too: in a closed loop a class alone has all the slots; --rate and --replay keep its own times")
     if options.requests and not options.loop_trace and len(rows.requests) < options.requests:
         say(f"trace: it has {len(rows.requests)} requests, fewer than --requests {options.requests}: each is sent once")
+    for line in _order_in_words(job, options):
+        say(line)
     private = {target.name: target.headers for target in job.targets}
     with ExitStack() as stack:
-        book = stack.enter_context(closing(Book(options.out, _asked(job, options, rows), private, resume=job.resume)))
+        book = stack.enter_context(
+            closing(Book(options.out, _asked(job, options, rows, loads), private, resume=job.resume))
+        )
         _stop_on_term()
         ready = []
         for declared in job.targets:
@@ -79,21 +91,43 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             found = probe.probe(target, say, options.ready_s, stream=options.stream, timeouts=options.timeouts)
             for note in found.notes:
                 say(f"{target.name}: {note}")
-            requests, effect = plan.fit_context(rows.requests, found.max_model_len, options.too_long)
+            requests, effect = selection.fit_context(rows.requests, found.max_model_len, options.too_long)
             if effect:
                 say(f"{target.name}: {effect}")
             ready.append((target, found, requests, effect))
-        book.begin({target.name: _deciding(found) for target, found, _, _ in ready})
-        cells = ((*facts, load) for facts in ready for load in job.loads)
-        for number, (target, found, requests, effect, load) in enumerate(cells):
-            name = cell_name(number, target, load)
+        places = arms.schedule(len(ready), len(loads), options.rounds)
+        several, interleave = options.rounds.several, options.rounds.interleave
+        fastest = min((found for _, found, _, _ in ready), key=lambda found: found.alone_ms / found.alone_tokens)
+        names = [
+            cell_name(number, job.targets[p.arm], loads[p.load], p.pair if several else None)
+            for number, p in enumerate(places)
+        ]
+        # A pair is one measurement: half of one is no use, and the other half at another time would be no pair.
+        together = arms.pairs_of(places, names) if interleave else [[name] for name in names]
+        book.begin({target.name: _deciding(found) for target, found, _, _ in ready}, together)
+        of = {name: unit for unit in together for name in unit}
+        for number, (name, place) in enumerate(zip(names, places, strict=True)):
             if book.is_done(name):
                 say(f"{name}: done before")
                 continue
-            attempt = book.attempt(name)
-            cell = Cell(options, book.run_id, number, target, found, requests, load, exact.get(target.name), attempt)
-            book.begin_cell(name, {"target": target.name, "load": cell.load_facts()})
-            end = measure(cell, book.header({"too_long": effect}), say, live, job.workers)
+            target, found, requests, effect = ready[place.arm]
+            attempt = max(book.attempt(each) for each in of[name])
+            cell = Cell(
+                options,
+                book.run_id,
+                number,
+                target,
+                found,
+                requests,
+                loads[place.load],
+                exact.get(target.name),
+                attempt,
+                place if several else None,
+                fastest if interleave else None,
+            )
+            facts = cell.round_facts()
+            book.begin_cell(name, {"target": target.name, "load": cell.load_facts(), **facts})
+            end = measure(cell, {**book.header({"too_long": effect}), **facts}, say, live, job.workers)
             _stop_on_term()
             book.end_cell(name, end)
             if end["turns_not_sent"]:
@@ -111,20 +145,129 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     return Ended()
 
 
-def _asked(job: Job, options: Options, rows: Trace) -> dict[str, Any]:
-    trace_facts = {"path": rows.path, "format": rows.format, "notes": rows.notes}
+def _check_arms(job: Job, options: Options) -> None:
+    rounds, urls = options.rounds, [url for target in job.targets for url in target.urls if not target.launch]
+    if rounds.interleave and len(job.targets) < 2:
+        raise BenchError("--interleave: one target, expected two or more that take turns; the same twice: a=URL,b=URL")
+    if rounds.same_salt and not rounds.interleave:
+        raise BenchError("--same-salt is of the arms of a pair (--interleave)")
+    if rounds.same_salt and (twice := {url for url in urls if urls.count(url) > 1}):
+        raise BenchError(
+            f"--same-salt: {min(twice)} is asked by two targets: the second would meet the first one's cache; "
+            "expected separate servers, or no --same-salt"
+        )
+
+
+def _order_in_words(job: Job, options: Options) -> list[str]:
+    """Of a run of several rounds: what is measured after what, and what it will not carry."""
+    rounds, names = options.rounds, [target.name for target in job.targets]
+    if not rounds.interleave:
+        again = f"{rounds.repeat} rounds, each of every target at every load, one after the other"
+        return [again] if rounds.several else []
+    turns = arms.orders(len(names))
+    first = ", then ".join(" ".join(names[arm] for arm in turn) for turn in turns[: min(2, rounds.repeat)])
+    prompts_ = "the same prompts in both" if rounds.same_salt else "prompts of its own in each"
+    lines = [f"{rounds.repeat} pairs at each load, the targets in turn: {first}; {prompts_}, all else equal in a pair"]
+    if rounds.repeat % len(turns):
+        lines.append(f"{rounds.repeat} pairs are no multiple of {len(turns)}: not every arm is as often the first")
+    if rounds.repeat < (needed := pairs.needed(1)):
+        lines.append(f"a gate judges {needed} pairs or more, and needs more for several rules or loads")
+    return lines
+
+
+def _rows(job: Job, options: Options) -> Trace:
+    """What of the trace every cell has: read, ticks spread, a part taken, scaled; each step in the trace's notes."""
+    replay = any(load.speed is not None for load in job.loads)
+    chosen = (job.from_s, job.to_s, job.limit) != (None, None, None)
+    # The first rows of a file alone would be read faster, but a part of it, or of a tick, needs what follows too.
+    first = None if replay or chosen or options.loop_trace else options.requests
+    rows = trace.read(
+        job.trace,
+        format=job.format,
+        limit=first,
+        block_size=job.block_size,
+        unit=job.unit,
+        turns=job.turns,
+        map=job.map,
+        skip_bad=job.skip_bad,
+    )
+    requests, notes = rows.requests, list(rows.notes)
+    if replay:  # no other load uses times
+        requests, note = ticks.dejitter(requests, job.dejitter, options.seed)
+        notes += [note] if note else []
+    if chosen:
+        found = len(requests)
+        requests = selection.at_most(selection.between(requests, job.from_s, job.to_s), job.limit)
+        span_s = max((r.at_s for r in requests if r.at_s is not None), default=0.0)
+        notes.append(f"{len(requests):,} of {found:,} rows chosen, in whole conversations, over {span_s:g} s")
+    if options.requests and not options.loop_trace:
+        requests = requests[: options.requests]
+    if options.scale_lengths:
+        before = requests
+        requests, by = selection.scaled(requests, selection.factor(options.scale_lengths))
+        notes.append(selection.in_words(before, by))
+    if bodies := sum(r.body is not None for r in requests):
+        notes.append(f"{bodies:,} captured bodies are sent as they stand but for model, stream and stream_options")
+    if named := sum(bool(r.model or (r.body or {}).get("model")) for r in requests):
+        which = "theirs is asked for" if options.keep_model else "the target's own is asked for, unless --keep-model"
+        notes.append(f"{named:,} rows name a model: {which}")
+    if not requests:
+        raise BenchError(f"{job.trace}: no request is left to send")
+    return rows._replace(requests=requests, notes=notes)
+
+
+def _check_sayable(job: Job, options: Options, rows: Trace) -> None:
+    """Refuse, by the trace's line, what a target's protocol cannot say, before any target is asked anything."""
+    for target in job.targets:
+        for request in rows.requests:
+            if why := bodies.unsayable(request, target.api):
+                raise BenchError(f"{rows.path}:{request.line}: {why} (target {target.name})")
+        if options.token_ids and target.api != "openai-completions":
+            raise BenchError(f"--token-ids: target {target.name} speaks {target.api}, expected openai-completions")
+        if options.token_ids and not target.tokenizer:
+            raise BenchError(
+                f"--token-ids: which ids are words is not known of target {target.name}; give its tokenizer.json "
+                "with --tokenizer"
+            )
+    turns = ((rows.requests[a], rows.requests[b]) for a, b in selection.successive(rows.requests))
+    for before, turn in turns:
+        if options.history == "live":
+            if options.token_ids:
+                raise BenchError(
+                    f"--token-ids: {rows.path}:{turn.line} is a later turn, and a live answer is text; give "
+                    "--history recorded"
+                )
+        elif before.tokens_out is None and not (turn.hash_ids or selection.brings_text(turn)):
+            raise BenchError(
+                f"--history recorded: {rows.path}:{before.line} has no output length, so that the answer in the turn "
+                "after it cannot be made up; give --history live"
+            )
+
+
+def _asked(job: Job, options: Options, rows: Trace, loads: Sequence[Load]) -> dict[str, Any]:
+    trace_facts: dict[str, Any] = {"path": rows.path, "format": rows.format, "notes": rows.notes}
+    trace_facts |= {"from_s": job.from_s, "to_s": job.to_s, "limit": job.limit, "dejitter": job.dejitter}
+    trace_facts |= _file_facts(job.trace)
     return {
         "settings": options.public(),
         "targets": [target.name for target in job.targets],
         "declared": [target.public() for target in job.targets],
-        "loads": [load.label for load in job.loads],
+        "loads": [load.label for load in loads],
         "trace": trace_facts | {"rows": len(rows.requests), "skipped": rows.skipped},
         "hashes": {
             "trace": _hash(repr(request).encode() for request in rows.requests),
             "tokenizers": {t.name: _hash([Path(t.tokenizer).read_bytes()]) for t in job.targets if t.tokenizer},
-            "loads": _hash(repr(asdict(load)).encode() for load in job.loads),  # a label does not say everything
+            "loads": _hash(repr(asdict(load)).encode() for load in loads),  # a label does not say everything
         },
     }
+
+
+def _file_facts(path: Path) -> dict[str, Any]:
+    """By which a trace is known again wherever it lies; of a pipe, which can be read once only, nothing."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
 
 
 def _deciding(found: probe.Probe) -> dict[str, Any]:

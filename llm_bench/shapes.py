@@ -38,6 +38,7 @@ NUMBER = Shape("a number", _number)
 AMOUNT = Shape("a number of 0 or more", lambda v: _number(v) and v >= 0)
 INTEGER = Shape("a whole number", _whole)
 COUNT = Shape("a whole number of 1 or more", lambda v: _whole(v) and v >= 1)
+PLACE = Shape("a whole number of 0 or more", lambda v: _whole(v) and v >= 0)
 
 WORKERS = Shape("a whole number of 1 to 4096", lambda v: _whole(v) and 1 <= v <= 4096)
 STALL = Shape(
@@ -49,6 +50,9 @@ STALL = Shape(
 _LOAD = {"kind": TEXT, "label": TEXT, "concurrency": COUNT, "rate": NUMBER, "speed": NUMBER}
 _LOAD |= {"warmup": AMOUNT, "duration_s": AMOUNT, "max_in_flight": COUNT}
 
+# Of a cell in a run of several rounds.
+_ROUND = {"pair": PLACE, "arm": TEXT, "order": PLACE, "repeat": COUNT, "arrivals_seed": PLACE, "work_hash": TEXT}
+
 HEADER: dict[str, Shape] = {
     "target": OBJECT,
     "target.name": TEXT,
@@ -58,6 +62,7 @@ HEADER: dict[str, Shape] = {
     "plan": OBJECT,
     "plan.requests": INTEGER,
     "workers": WORKERS,
+    **_ROUND,
     "probe": OBJECT,
     "probe.rtt_ms": NUMBER,
     "probe.base_tokens": NUMBER,
@@ -70,12 +75,20 @@ RUN: dict[str, Shape] = {
     "loads": LIST,
     "host": OBJECT,
     "trace": OBJECT,
+    "trace.sha256": TEXT,
+    "trace.bytes": AMOUNT,
+    "settings": OBJECT,
+    "settings.slo": TEXT,
+    "settings.deadlines": TEXT,
+    "settings.rounds": OBJECT,
+    "settings.rounds.repeat": COUNT,
     "cells": LIST,
     "cells[]": ITEM,
     "cells[].name": NAME,
     "cells[].file": NAME,
     "cells[].target": TEXT,
     "cells[].load": OBJECT,
+    **{f"cells[].{key}": shape for key, shape in _ROUND.items()},
     **{f"cells[].load.{key}": shape for key, shape in _LOAD.items()},
     "cells[].end": OBJECT,
     "cells[].end.reason": TEXT,

@@ -10,22 +10,26 @@ from llm_bench import metrics
 from llm_bench.as_tools import Table
 from llm_bench.doubts import Doubt
 from llm_bench.metrics import Value
-from llm_bench.objectives import Judged
-from llm_bench.results import Asked, Run, Sheet, sheets
+from llm_bench.repeats import Group, groups
+from llm_bench.results import Asked, Run, sheets
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
     by_target,
+    group_lines,
+    heading,
     legend,
     not_the_same_work,
     number,
     remarks,
+    remarks_on_runs,
+    runs_legend,
     shown_outcomes,
-    table_lines,
     title,
     tool_remarks,
     tool_rows,
     tool_title,
+    verdicts,
     warnings,
 )
 
@@ -49,24 +53,25 @@ def text(run: Run, asked: Asked) -> str:
     if line := not_the_same_work(run):
         console.print(Text(line, "bold yellow"))
     for target, mine in by_target(sheets(run, asked)).items():
+        together = groups(mine, apart=asked.runs)
         console.print(Text(target, "bold"))
         for line in warnings(mine):
             console.print(Text(line, "bold yellow"))
-        for table in _tables(asked.names, mine, width):
+        for table in _tables(asked.names, together, shown_outcomes(mine), width):
             unbound.print(table)
-        for line in legend(run, asked.names, mine, "below"):
+        for line in legend(run, asked.names, mine, "below") + runs_legend(together, "below"):
             console.print(Text(line, "dim"))
-        for sheet in mine:
-            console.print(Text(f"\n{sheet.measured.load}", "bold"))
-            for line in remarks(sheet):
+        for group in together:
+            console.print(Text(f"\n{heading(group)}", "bold"))
+            for line in remarks(group.sheets[0]) if group.runs == 1 else remarks_on_runs(group):
                 console.print(Padding(Text(line), (0, 0, 0, 2)))
-            for judged in sheet.judged:
-                console.print(Padding(_verdict_text(judged), (0, 0, 0, 2)))
-            for doubt in sheet.doubts:
+            for verdict in verdicts(group):
+                console.print(Padding(_verdict_text(*verdict), (0, 0, 0, 2)))
+            for doubt in group.doubts():
                 console.print(Padding(_doubt_text(doubt), (0, 0, 0, 2)))
-            if not sheet.doubts:
+            if not group.doubts():
                 console.print(Text("  no doubts", "dim"))
-            for tool in sheet.as_tools:
+            for tool in group.sheets[0].as_tools if group.runs == 1 else ():
                 console.print(Padding(Text(tool_title(tool), "bold"), (1, 0, 0, 2)))
                 roomy.print(Padding(_tool_table(tool), (0, 0, 0, 2)))
                 for line in tool_remarks(tool):
@@ -99,22 +104,21 @@ def _doubt_text(doubt: Doubt) -> Any:
 VERDICT_STYLES = {"MET": "bold green", "MISSED": "bold red", "UNDECIDED": "bold yellow"}
 
 
-def _verdict_text(judged: Judged) -> Any:
+def _verdict_text(limit: str, verdict: str, why: str) -> Any:
     from rich.text import Text
 
-    said = f"SLO {judged.limit.text}: "
-    return Text.assemble(said, (judged.verdict, VERDICT_STYLES[judged.verdict]), f": {judged.why}")
+    return Text.assemble(f"SLO {limit}: ", (verdict, VERDICT_STYLES[verdict]), f": {why}")
 
 
-def _tables(names: Sequence[str], mine: Sequence[Sheet], width: int) -> Iterator[Any]:
+def _tables(names: Sequence[str], mine: Sequence[Group], outcomes: Sequence[str], width: int) -> Iterator[Any]:
     """As few tables as `width` allows, of about as many metrics each, every one with its load and its counts."""
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    lines = [line for s in mine for line in table_lines(s)]
+    lines = [line for group in mine for line in group_lines(group)]
     fixed = [[Text("load"), *(Text(line.head) for line in lines)]]
-    for outcome in shown_outcomes(mine):
+    for outcome in outcomes:
         style = "red" if outcome == "failed" else ""
         counts = (Text(str(line.outcomes[outcome]), style if line.outcomes[outcome] else "") for line in lines)
         fixed.append([Text(SHORT.get(outcome, outcome)), *counts])

@@ -8,6 +8,7 @@ from llm_bench.as_tools import Table
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.records import OUTCOMES
+from llm_bench.repeats import Group
 from llm_bench.results import Asked, Measured, Run, Sheet
 from llm_bench.same_work import Side, first_line, same_work
 
@@ -28,7 +29,8 @@ def streamed(run: Run) -> bool:
 
 
 def or_default(asked: Asked, run: Run) -> Asked:
-    """With each run's own metrics where none are named: those that the SLO limits among them."""
+    """With each run's own SLO where none is given, and its metrics where none are named: those limited among them."""
+    asked = asked._replace(slo=run.agreed(asked.slo))
     if asked.names:
         return asked
     tried_again = any(outcomes.retried(m.cell).any() for m in run.cells)
@@ -69,20 +71,7 @@ def remarks(sheet: Sheet) -> list[str]:
     w = sheet.measured.window
     steady = [f"{w.state}: {w.evidence}"] if w.state == windows.STATIONARY else []  # the other states have a doubt
     lines += [edges(sheet.measured), *steady, *([sheet.little.text] if sheet.little.rate else [])]
-    said: dict[str, list[str]] = {}  # what holds for several figures is said once
-    for v in sheet.values:
-        if v.reason:
-            said.setdefault(f"– because {v.reason}", []).append(v.name)
-        elif v.not_applicable:
-            said.setdefault(f"left out of it {_counted(v.not_applicable)}", []).append(v.name)
-        for label in v.labels:
-            if not (v.few and "≈ max" in label):
-                said.setdefault(label, []).append(v.name)
-        if v.refusal and not v.few:
-            few = v.ess is not None and v.ess < stats.LEAST_ESS
-            text = f"ESS under {stats.LEAST_ESS:.0f}" if few else v.refusal
-            said.setdefault(f"no interval, {text}", []).append(v.name)
-    lines += [f"{', '.join(names)}: {text}" for text, names in said.items()]
+    lines += _of_figures(sheet.values)
     whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]
     if whole:
         wave = sheet.measured.window.first_wave
@@ -97,6 +86,50 @@ def remarks(sheet: Sheet) -> list[str]:
     return lines
 
 
+def _of_figures(values: Sequence[Value]) -> list[str]:
+    said: dict[str, list[str]] = {}  # what holds for several figures is said once
+    for v in values:
+        if v.reason:
+            said.setdefault(f"– because {v.reason}", []).append(v.name)
+        elif v.not_applicable:
+            said.setdefault(f"left out of it {_counted(v.not_applicable)}", []).append(v.name)
+        for label in v.labels:
+            if not (v.few and "≈ max" in label):
+                said.setdefault(label, []).append(v.name)
+        if v.refusal and not v.few:
+            few = v.ess is not None and v.ess < stats.LEAST_ESS
+            text = f"ESS under {stats.LEAST_ESS:.0f}" if few else v.refusal
+            said.setdefault(f"no interval, {text}", []).append(v.name)
+    return [f"{', '.join(names)}: {text}" for text, names in said.items()]
+
+
+def remarks_on_runs(group: Group) -> list[str]:
+    """The same for several runs of a cell: how far they lie apart, and what failed in any of them."""
+    ranges = [(v, group.range_of(v.name)) for v in group.values]
+    apart = [f"{v.name} {number(r[0], v.unit)} to {number(r[1], v.unit)}" for v, r in ranges if r]
+    lines = [f"from the least run to the largest: {', '.join(apart)}"] if apart else []
+    lines += _of_figures(group.values)
+    for sheet in group.sheets:
+        lines += [f"run {sheet.measured.pair} failed: {f.text}, first: {f.first_error}" for f in sheet.failures]
+    return lines
+
+
+def heading(group: Group) -> str:
+    return group.load if group.runs == 1 else f"{group.load}, {group.runs} runs"
+
+
+def verdicts(group: Group) -> list[tuple[str, str, str]]:
+    """Of each limit of the SLO: its text, MET, MISSED or UNDECIDED, and the evidence."""
+    found: list[tuple[str, str, str]] = []
+    if group.runs == 1:
+        found += [(j.limit.text, j.verdict, j.why) for j in group.sheets[0].judged]
+        return found
+    for said in group.limits():
+        runs = ", ".join(f"{verdict} in {count}" for verdict, count in said.runs.items())
+        found.append((said.limit.text, said.verdict, f"{runs} of {group.runs} runs, each judged alone"))
+    return found
+
+
 class Line(NamedTuple):
     """A line of a target's table: a cell, or one class of its requests."""
 
@@ -108,10 +141,19 @@ class Line(NamedTuple):
 
 def table_lines(sheet: Sheet) -> list[Line]:
     """The cell, and under it each class, where its requests are of several."""
-    whole = Line(sheet.measured.load, "", sheet.outcomes, sheet.values)
+    return _lines(sheet.measured.load, sheet)
+
+
+def group_lines(group: Group) -> list[Line]:
+    """The same of a cell or of its runs together."""
+    return _lines(heading(group), group)
+
+
+def _lines(head: str, of: Sheet | Group) -> list[Line]:
+    classes = of.by_class.items()
     return [
-        whole,
-        *(Line(f"  {name or 'no class'}", name, of.outcomes, of.values) for name, of in sheet.by_class.items()),
+        Line(head, "", of.outcomes, of.values),
+        *(Line(f"  {name or 'no class'}", name, mine.outcomes, mine.values) for name, mine in classes),
     ]
 
 
@@ -127,13 +169,20 @@ def legend(run: Run, names: Sequence[str], mine: Sequence[Sheet], where: str) ->
     return lines
 
 
+def runs_legend(mine: Iterable[Group], where: str) -> list[str]:
+    """What the figures of several runs are."""
+    if not any(group.runs > 1 for group in mine):
+        return []
+    return [f"of several runs: counts of all, the mean of their figures, {where} it its 95% t interval over the runs"]
+
+
 def warnings(mine: Sequence[Sheet]) -> list[str]:
     """What stands above a target's figures."""
     heads = [s.measured.cell.header.get("target") or {} for s in mine]
     asked = dict.fromkeys(f"asked through the proxy {head['proxy']}" for head in heads if head.get("proxy"))
     if any(head.get("insecure") for head in heads):
         asked[UNCHECKED] = None
-    return [*asked, *(f"{s.measured.load}: {LIMITED}" for s in mine if s.client_limited)]
+    return [*asked, *dict.fromkeys(f"{s.measured.load}: {LIMITED}" for s in mine if s.client_limited)]
 
 
 def shown_outcomes(mine: Iterable[Sheet]) -> list[str]:

@@ -144,6 +144,28 @@ def test_another_version_or_cpu_is_no_resumption(tmp_path, monkeypatch):
         _resumed(folder)
 
 
+def test_another_version_of_what_stamps_or_packs_is_no_resumption(tmp_path):
+    folder = _written(tmp_path)
+    facts = json.loads((folder / "run.json").read_text())
+    facts["versions"]["numpy"] = "1.0"
+    (folder / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(BenchError, match=r"versions\.numpy has changed from '1\.0'"):
+        _resumed(folder)
+
+
+def test_an_slo_may_change_and_the_last_one_is_kept(tmp_path):
+    folder = _written(tmp_path)
+    judged = {"settings": ASKED["settings"] | {"slo": "ttft_p95<1s", "deadlines": ""}}
+    _resumed(folder, ASKED | judged)
+    assert json.loads((folder / "run.json").read_text())["settings"]["slo"] == "ttft_p95<1s"
+
+
+def test_a_trace_that_was_packed_anew_is_the_same_work(tmp_path):
+    folder = _written(tmp_path)
+    packed = {"trace": ASKED["trace"] | {"path": "a.jsonl.gz", "bytes": 7, "sha256": "00"}}
+    assert _resumed(folder, ASKED | packed).is_done(NAME)
+
+
 def test_a_run_that_was_moved_can_be_finished(tmp_path):
     folder = _written(tmp_path / "here").rename(tmp_path / "there")
     moved = {"settings": {"out": "there", "seed": 0, "ready_s": 99.0}, "trace": {"path": "../a.jsonl", "rows": 3}}
@@ -199,6 +221,21 @@ def test_a_done_cell_whose_file_is_gone_is_measured_again(tmp_path, workers):
     assert not list(folder.glob("*.arrow"))
 
 
+def test_cells_that_are_one_measurement_are_measured_again_together(tmp_path):
+    names = ["000-a-c=1-p0", "001-b-c=1-p0", "002-b-c=1-p1", "003-a-c=1-p1"]
+    with closing(Book(tmp_path, ASKED)) as run:
+        run.begin(PROBED)
+        for name in names[:3]:
+            run.begin_cell(name, {"target": name[4], "load": {}})
+            Writer(tmp_path / f"{name}.arrow", run.header({})).close()
+            run.end_cell(name, {"reason": "exhausted"})
+    with closing(Book(tmp_path, ASKED, resume=True)) as again:
+        again.begin(PROBED, [names[:2], names[2:]])
+    assert [again.is_done(name) for name in names] == [True, True, False, False]
+    assert [again.attempt(name) for name in names] == [0, 0, 1, 0]
+    assert not (tmp_path / f"{names[2]}.arrow").exists()
+
+
 def test_cells_stand_in_their_order_whenever_they_were_measured(tmp_path):
     run = _resumed(_written(tmp_path, ended=False))
     for name in ("001-t-c=2", NAME):
@@ -227,7 +264,7 @@ ODD = (None, 3, -1.5, True, "x", "", [], [3], [None], {}, {"a": 1}, [{}], [[]])
 
 @pytest.mark.parametrize("key", [
     "run_id", "salt", "host", "settings", "trace", "hashes", "probed", "cells", "set_aside", "resumed", "version",
-    "targets", "declared", "loads", "anchor", "command",
+    "versions", "targets", "declared", "loads", "anchor", "command",
 ])  # fmt: skip
 @pytest.mark.parametrize("value", ODD, ids=repr)
 def test_an_edited_book_is_refused_or_resumed(tmp_path, key, value):

@@ -412,7 +412,7 @@ def http_500(seen):
         (["--concurrency", "1", "--metrics", "ttft_p96"], "ttft_p9"),
         (["--concurrency", "1", "--metrics", "tttf_p95"], "ttft"),
         (["--concurrency", "1", "--format", "yaml"], "yaml"),
-        (["--concurrency", "1", "--too-long", "drop"], "refuse, skip or clip"),
+        (["--concurrency", "1", "--too-long", "drop"], "refuse, skip, clip or scale"),
         (["--concurrency", "1", "--key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
         (["--concurrency", "1", "--api", "smtp"], "openai-chat"),
         (["--concurrency", "1", "--max-in-flight", "4"], "--max-in-flight"),
@@ -472,3 +472,37 @@ def test_256_streams_to_the_null_target_all_accounted_for(tmp_path):
     assert cell.n == 2600
     assert (cell["outcome"] == "ok").all()
     assert (cell["tokens_out"] == 16).all()
+
+
+def test_two_arms_take_turns_and_their_repeats_are_one_line_each(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen, 5))) as server:
+        two = f"a={server.url},b={server.url}"
+        whole = command("run", "--targets", two, "--trace", trace_file(tmp_path, rows(12)), "--concurrency", "1",
+                        "--interleave", "--repeat", "5", "--out", tmp_path / "run", "--metrics", "ttft_p50",
+                        "--slo", "ttft_p50<900ms", "--fail-on-slo")  # fmt: skip
+        ran = subprocess.run(whole, capture_output=True, text=True, env=environment(), check=False, timeout=60)
+    assert "5 pairs at each load, the targets in turn: a b, then b a" in ran.stderr
+    arms = "".join(records.read(path).header["arm"] for path in sorted((tmp_path / "run").glob("*.arrow")))
+    assert arms == "abbaabbaab"
+    assert ran.stdout.count("c=1, 5 runs") == 4  # in each target's table, and above what is said of it
+    assert "SLO ttft_p50<900ms" in ran.stdout
+    later = subprocess.run(
+        command("report", tmp_path / "run", "--format", "json"), capture_output=True, text=True, env=environment(),
+        check=False,
+    )  # fmt: skip
+    (run,) = json.loads(later.stdout.splitlines()[-1])["runs"]
+    assert [len(group["cells"]) for group in run["repeats"]] == [5, 5]
+    assert {limit["limit"] for cell in run["cells"] for limit in cell["slo"]} == {
+        "ttft_p50<900ms"
+    }  # as it was run with
+
+
+def test_same_salt_on_one_server_is_refused_in_a_sentence(tmp_path):
+    with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+        two = f"a={server.url},b={server.url}"
+        whole = command("run", "--targets", two, "--trace", trace_file(tmp_path, rows(3)), "--concurrency", "1",
+                        "--interleave", "--same-salt", "--out", tmp_path / "run")  # fmt: skip
+        ran = subprocess.run(whole, capture_output=True, text=True, env=environment(), check=False, timeout=60)
+    assert ran.returncode == 2
+    assert "the second would meet the first one's cache" in ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -11,15 +11,19 @@ ROOT = Path(__file__).parents[1]
 LAYERS = """errors limits clock exchange http1 stats steady pairs changes request ticks prefixes fields captured agentic
 formats containers trace workload doctor trace_report trace_plot fit model_file synth servegen goodness
 goodness_plot anonymise mix selection prompts bodies dialects answer null_target host calibration proxy
-targets probe plan shapes columns records retry connection wire flights driver shards cell beside measure book
-run windows series outcomes slo metrics objectives identities facts client doubts as_tools results words
-timeline svg charts html_report terminal_report markdown export parquet report rules gate grid gate_report
-accelerators kv_cache curves selfcheck terminal options cli_run cli_trace cli arms pairing""".split()
+targets probe plan arms shapes columns records retry connection wire flights driver shards cell beside measure
+book run windows series outcomes slo metrics objectives identities facts client same_work doubts as_tools
+results repeats words timeline svg definitions terminal_report markdown export parquet charts html_report
+report rules gate grid gate_report pairing compare history accelerators kv_cache curves capacity batch_window
+capacity_ask capacity_report selfcheck terminal options cli_run cli_trace equal_arms cli_gate carried knobs
+kv_plan capacity_plan cli_capacity cli prometheus server_metrics decompose evidence diagnose scrape
+diagnose_report cli_diagnose search""".split()
 
 PURE = """http1 stats steady pairs changes request ticks prefixes fields captured agentic formats containers trace
 workload doctor trace_report fit synth servegen goodness anonymise mix selection prompts bodies dialects
 answer plan windows series slo metrics objectives doubts shapes columns outcomes identities facts client
-as_tools timeline svg charts rules gate kv_cache curves accelerators""".split()
+same_work repeats as_tools timeline svg charts rules gate compare history kv_cache curves capacity
+batch_window accelerators""".split()
 PURE_ENGINE = "sequence blocks policies scheduler".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 
