@@ -51,6 +51,9 @@ class Options:
     stream: bool = True
     keep_bytes: int = 0
     connect_per_request: bool = False
+    metrics_url: str = ""  # as Target.metrics, for targets that declare none
+    scrape_every_s: float = 1.0
+    gpu: bool = False  # read this machine's GPUs beside the run
     spin_us: float = 0.0  # open loop: the last so many microseconds before a due time are waited for on the clock
     ready_s: float = 30.0
     timeouts: Timeouts = field(default_factory=Timeouts)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from llm_bench import __version__, cli_trace, terminal
+from llm_bench import __version__, cli_diagnose, cli_gate, cli_trace, terminal
 from llm_bench.cli_capacity import capacity
 from llm_bench.cli_run import run, slo_code
 from llm_bench.errors import BenchError
@@ -78,6 +78,10 @@ def _root(
 
 app.command()(run)
 app.command()(capacity)
+app.command()(cli_gate.gate)
+app.command()(cli_gate.compare)
+app.command()(cli_gate.history)
+app.command()(cli_diagnose.diagnose)
 
 
 @app.command()

@@ -144,6 +144,11 @@ def run(
     ca: Ca = "",
     insecure: Insecure = False,
     proxy: Proxy = "",
+    metrics_url: Annotated[
+        str, typer.Option(help="Scrape the servers' metrics beside the run: URL|URL, or auto (/metrics of each).")
+    ] = "",
+    scrape_every: Annotated[float, typer.Option(help="Seconds between scrapes.")] = 1.0,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML, extra gpu).")] = False,
     connect_per_request: Annotated[
         bool, typer.Option("--connect-per-request", help="A new connection for each request.")
     ] = False,
@@ -235,6 +240,9 @@ def run(
         connect_per_request=connect_per_request,
         spin_us=spin,
         ready_s=ready_timeout,
+        metrics_url=metrics_url,
+        scrape_every_s=scrape_every,
+        gpu=gpu,
         timeouts=Timeouts(*(limit or None for limit in limits)),
         rounds=Rounds(repeat, interleave, same_salt),
         slo=slo,

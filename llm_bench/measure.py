@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import calibration, clock, driver, limits, records, retry, shards, targets, wire
+from llm_bench import calibration, clock, driver, limits, records, retry, scrape, shards, targets, wire
 from llm_bench.beside import Clerk, Say, Ticker, longest, progress
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
@@ -51,10 +51,13 @@ def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers:
             for line in announcement(cell, workers, asked):
                 say(f"{cell.name}: {line}")
             facts = {**header, **_facts(cell, work, workers)}
-            if workers == 1:
-                end = _drive(cell, work, facts, Part(cell.name), live)
-            else:
-                end = _share(cell, work, facts, workers, say, live)
+            pages = cell.target.metrics or cell.options.metrics_url
+            scraped = scrape.Asked(pages, cell.options.scrape_every_s, cell.options.gpu)
+            with scrape.beside(cell.target, scraped, scrape.path_of(cell.options.out, cell.name), say):
+                if workers == 1:
+                    end = _drive(cell, work, facts, Part(cell.name), live)
+                else:
+                    end = _share(cell, work, facts, workers, say, live)
             return end | {"workers": workers, "ceiling": calibration.ceiling()}
     finally:
         work.close()

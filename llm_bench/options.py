@@ -69,6 +69,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "repeat": (1, 1000),
     "workers": (1, 1024),
     "spin": (0, 1000),
+    "scrape_every": (0.05, 3600),
     "fail_on_error_rate": (0, 1),
 }
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llm_bench import arms, bodies, pairs, plan, probe, prompts, selection, targets, ticks, trace
+from llm_bench import arms, bodies, pairs, plan, probe, prompts, scrape, selection, targets, ticks, trace
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
@@ -63,6 +63,8 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     exact = {t.name: prompts.exact(t.tokenizer, token_ids=options.token_ids) for t in job.targets if t.tokenizer}
     rows = _rows(job, options)
     _check_sayable(job, options, rows)
+    for target in job.targets:
+        scrape.metrics_urls(target.metrics or options.metrics_url, target)  # refused now, not at the first cell
     for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
         say(f"trace: {note}")
     if any(load.concurrency for load in job.loads) and rows.requests[-1].at_s is not None:

@@ -59,6 +59,7 @@ class Target:
     cafile: str = ""  # https with a private authority
     insecure: bool = False  # https with any certificate
     proxy: str = ""  # URL of an HTTP proxy, "env": as the environment says, "none": straight; "": nothing was asked
+    metrics: str = ""  # URL of its metrics, several with | between them; "auto": /metrics at the root of each URL
     launch: tuple[str, ...] = ()  # arguments of a server of ours
 
     @property

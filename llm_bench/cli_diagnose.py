@@ -1,0 +1,26 @@
+"""`llm-bench diagnose`: where the time of a run went, and what held it back."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llm_bench import terminal
+from llm_bench.options import check_word
+
+
+def diagnose(
+    run: Annotated[Path | None, typer.Argument(help="Run folder; default: the newest in runs/.")] = None,
+    format: Annotated[str, typer.Option("--format", help="terminal, md or json.")] = "terminal",  # noqa: A002
+) -> None:
+    """Say where the time of each cell went, and what held it back.
+
+    Each finding stands with its evidence. How sure a finding is depends on what was seen: records alone, the server's own account in its answers, its metrics
+    (run --metrics-url), its GPUs (run --gpu). What could not be judged is said, with what is missing; so is a cell in
+    which nothing was found.
+    """
+    from llm_bench import diagnose_report, results
+
+    check_word("format", format, list(diagnose_report.FORMS))
+    found = results.load_run(run or results.newest(Path("runs")))
+    terminal.show(diagnose_report.FORMS[format](found, diagnose_report.diagnosed(found)))

@@ -1,0 +1,431 @@
+"""What serving engines say of themselves: their metrics' names under one canonical name, and figures over a window.
+
+A figure is what the server exported and nothing else: a counter's increase, the mean of a histogram's new observations,
+a gauge's time average, each between two scrapes; quantiles only as the bucket that holds them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from llm_bench import prometheus
+
+Kind = Literal["counter", "gauge", "histogram"]
+LEAST_COVERED = 2 / 3  # of a window, by the scrapes inside it; below that those around it are taken
+
+
+class Metric(NamedTuple):
+    kind: Kind
+    unit: str  # of the figure; a histogram's is of its mean
+    meaning: str
+    names: Mapping[str, Sequence[str]]  # server -> names on the wire, newest first; braces pick samples by label
+    over: Literal["sum", "mean"] = "sum"  # of a gauge's samples: several engines' requests add up, shares do not
+
+
+# SGLang, TGI, TensorRT-LLM, its Triton backend and Ray Serve LLM by their documents and sources; the others as seen.
+# Triton's own durations are left out: of a decoupled model, as LLMs are, they cover only the call that starts it.
+METRICS_OF: dict[str, Metric] = {
+    "queue_time": Metric("histogram", "ms", "arrival to scheduled", {
+        "vLLM": ("vllm:request_queue_time_seconds",),
+        "SGLang": ("sglang:queue_time_seconds",),
+        "TGI": ("tgi_request_queue_duration",),
+        "TensorRT-LLM": ("trtllm_request_queue_time_seconds",),
+        "Ray Serve LLM": ("ray_vllm_request_queue_time_seconds", "ray_vllm:request_queue_time_seconds"),
+    }),
+    "prefill_time": Metric("histogram", "ms", "scheduled to first token", {
+        "vLLM": ("vllm:request_prefill_time_seconds",),
+        "TensorRT-LLM": ("trtllm_request_prefill_time_seconds",),
+        "Ray Serve LLM": ("ray_vllm_request_prefill_time_seconds", "ray_vllm:request_prefill_time_seconds"),
+    }),
+    "decode_time": Metric("histogram", "ms", "first token to end", {
+        "vLLM": ("vllm:request_decode_time_seconds",),
+        "TensorRT-LLM": ("trtllm_request_decode_time_seconds",),
+        "Ray Serve LLM": ("ray_vllm_request_decode_time_seconds", "ray_vllm:request_decode_time_seconds"),
+    }),
+    "inference_time": Metric("histogram", "ms", "scheduled to end", {
+        "vLLM": ("vllm:request_inference_time_seconds",),
+        "TGI": ("tgi_request_inference_duration",),
+        "TensorRT-LLM": ("trtllm_request_inference_time_seconds",),
+    }),
+    "server_e2e": Metric("histogram", "ms", "arrival to end", {
+        "vLLM": ("vllm:e2e_request_latency_seconds",),
+        "SGLang": ("sglang:e2e_request_latency_seconds",),
+        "TGI": ("tgi_request_duration",),
+        "TensorRT-LLM": ("trtllm_e2e_request_latency_seconds",),
+        "Ray Serve LLM": ("ray_vllm_e2e_request_latency_seconds", "ray_vllm:e2e_request_latency_seconds"),
+    }),
+    "server_ttft": Metric("histogram", "ms", "arrival to first token", {
+        "vLLM": ("vllm:time_to_first_token_seconds",),
+        "SGLang": ("sglang:time_to_first_token_seconds",),
+        "TensorRT-LLM": ("trtllm_time_to_first_token_seconds",),
+        "Ray Serve LLM": ("ray_vllm_time_to_first_token_seconds", "ray_vllm:time_to_first_token_seconds"),
+    }),
+    "server_itl": Metric("histogram", "ms", "gap between tokens", {
+        "vLLM": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        "SGLang": ("sglang:inter_token_latency_seconds",),
+        "TGI": ("tgi_request_mean_time_per_token_duration",),
+        "TensorRT-LLM": ("trtllm_time_per_output_token_seconds",),
+        "Ray Serve LLM": ("ray_vllm_inter_token_latency_seconds", "ray_vllm:inter_token_latency_seconds"),
+    }),
+    "step_tokens": Metric("histogram", "tokens", "tokens of an engine's step", {
+        "vLLM": ("vllm:iteration_tokens_total",),
+    }),
+    "running": Metric("gauge", "1", "requests in the batch", {
+        "vLLM": ("vllm:num_requests_running",),
+        "SGLang": ("sglang:num_running_reqs",),
+        "TGI": ("tgi_batch_current_size",),
+        "TensorRT-LLM": ("trtllm_num_requests_running", "json:numActiveRequests"),
+        "Triton": ('nv_trt_llm_request_metrics{request_type="active"}',),
+        "llama.cpp": ("llamacpp:requests_processing",),
+        "Ray Serve LLM": ("ray_vllm_num_requests_running", "ray_vllm:num_requests_running"),
+    }),
+    "waiting": Metric("gauge", "1", "requests in the queue", {
+        "vLLM": ("vllm:num_requests_waiting",),
+        "SGLang": ("sglang:num_queue_reqs",),
+        "TGI": ("tgi_queue_size",),
+        "TensorRT-LLM": ("trtllm_num_requests_waiting", "json:numQueuedRequests"),
+        "Triton": ('nv_trt_llm_request_metrics{request_type="waiting"}', "nv_inference_pending_request_count"),
+        "llama.cpp": ("llamacpp:requests_deferred",),
+        "Ray Serve LLM": ("ray_vllm_num_requests_waiting", "ray_vllm:num_requests_waiting"),
+    }),
+    "kv_usage": Metric("gauge", "share", "KV memory in use", {
+        "vLLM": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        "SGLang": ("sglang:token_usage",),
+        "TensorRT-LLM": ("trtllm_kv_cache_utilization", "json:kvCacheUsage"),
+        "Triton": ('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
+        "llama.cpp": ("llamacpp:kv_cache_usage_ratio",),
+        "Ray Serve LLM": ("ray_vllm_kv_cache_usage_perc", "ray_vllm:kv_cache_usage_perc"),
+    }, over="mean"),
+    "preemptions": Metric("counter", "1", "requests put off for lack of KV memory", {
+        "vLLM": ("vllm:num_preemptions_total",),
+        "SGLang": ("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
+        "Ray Serve LLM": ("ray_vllm_num_preemptions_total", "ray_vllm:num_preemptions_total"),
+    }),
+    "cache_hits": Metric("counter", "tokens", "prompt tokens found in the prefix cache", {
+        "vLLM": ("vllm:prefix_cache_hits_total",),
+        "SGLang": ("sglang:cached_tokens_total",),
+        "llama.cpp": ("llamacpp:prompt_tokens_cached_total",),
+        "TensorRT-LLM": ("trtllm_prompt_cached_tokens_total",),
+        "Ray Serve LLM": ("ray_vllm_prefix_cache_hits_total", "ray_vllm:prefix_cache_hits_total"),
+    }),
+    "cache_queries": Metric("counter", "tokens", "prompt tokens looked up in the prefix cache", {
+        "vLLM": ("vllm:prefix_cache_queries_total",),
+        "SGLang": ("sglang:prompt_tokens_total",),
+        "TensorRT-LLM": ("trtllm_prompt_tokens_total",),
+        "Ray Serve LLM": ("ray_vllm_prefix_cache_queries_total", "ray_vllm:prefix_cache_queries_total"),
+    }),
+    "prompt_tokens": Metric("counter", "tokens", "prompt tokens; llama.cpp: without those from its cache", {
+        "vLLM": ("vllm:prompt_tokens_total",),
+        "SGLang": ("sglang:prompt_tokens_total",),
+        "TGI": ("tgi_request_input_length_sum",),
+        "TensorRT-LLM": ("trtllm_prompt_tokens_total",),
+        "llama.cpp": ("llamacpp:prompt_tokens_total",),
+        "Ray Serve LLM": ("ray_vllm_prompt_tokens_total", "ray_vllm:prompt_tokens_total"),
+    }),
+    "generated_tokens": Metric("counter", "tokens", "tokens made; TGI: of requests that have ended", {
+        "vLLM": ("vllm:generation_tokens_total",),
+        "SGLang": ("sglang:generation_tokens_total",),
+        "TGI": ("tgi_request_generated_tokens_sum",),
+        "TensorRT-LLM": ("trtllm_generation_tokens_total",),
+        "llama.cpp": ("llamacpp:tokens_predicted_total",),
+        "Ray Serve LLM": ("ray_vllm_generation_tokens_total", "ray_vllm:generation_tokens_total"),
+    }),
+    "requests_ended": Metric("counter", "1", "requests ended without an error", {
+        "vLLM": ("vllm:request_success_total",),
+        "SGLang": ("sglang:num_requests_total",),
+        "TGI": ("tgi_request_success",),
+        "TensorRT-LLM": ("trtllm_request_success_total",),
+        "Triton": ("nv_inference_request_success",),
+        "Ray Serve LLM": ("ray_vllm_request_success_total", "ray_vllm:request_success_total"),
+    }),
+    "steps": Metric("counter", "1", "steps of the engine", {
+        "reference engine": ("reference_engine:steps_total",),
+        "llama.cpp": ("llamacpp:n_decode_total",),
+    }),
+    "gpu_busy": Metric("gauge", "share", "time in which a kernel ran, by NVML", {
+        "Triton": ("nv_gpu_utilization",),
+        "this machine": ("nvml:busy",),
+    }, over="mean"),
+    "gpu_memory_busy": Metric("gauge", "share", "time in which the GPU's memory was read or written, by NVML", {
+        "this machine": ("nvml:memory_busy",),
+    }, over="mean"),
+    "gpu_memory": Metric("gauge", "share", "GPU memory in use, by NVML", {
+        "this machine": ("nvml:memory_used",),
+    }, over="mean"),
+    "gpu_energy": Metric("counter", "J", "energy of the GPUs, by NVML", {"this machine": ("nvml:energy_j",)}),
+    "server_cpu": Metric("counter", "s", "CPU time of the server's processes on this machine", {
+        "this machine": ("host:server_cpu_s",),
+    }),
+    "server_memory": Metric("gauge", "bytes", "resident memory of the server's processes on this machine", {
+        "this machine": ("host:server_rss_bytes",),
+    }),
+    "host_busy": Metric("counter", "s", "CPU time of everything on this machine", {"this machine": ("host:cpu_s",)}),
+}  # fmt: skip
+
+_PARTS = {"histogram": ("_sum", "_count", "_bucket"), "counter": ("",), "gauge": ("",)}
+WANTED = frozenset(
+    prometheus.split(name)[0] + part
+    for metric in METRICS_OF.values()
+    for names in metric.names.values()
+    for name in names
+    for part in _PARTS[metric.kind]
+)
+
+Values = dict[str, float]  # a sample's name and labels, as `prometheus.written` has them -> its value
+
+
+class Point(NamedTuple):
+    """One scrape: what a page said at a moment that lies between asking and the answer."""
+
+    at_ns: int
+    values: Mapping[str, float]
+
+
+class Figure(NamedTuple):
+    """One canonical metric between two scrapes. `name`: as on the wire."""
+
+    metric: str
+    name: str
+    value: float | None  # counter: increase; gauge: time average; histogram: mean; None where nothing was observed
+    observed: float = 0.0  # of a histogram: observations
+    least: float | None = None  # of a gauge
+    most: float | None = None
+    buckets: tuple[tuple[float, float], ...] = ()  # of a histogram: (upper bound, observations up to it), in its unit
+    resets: int = 0  # times that a counter fell: the server was started anew
+
+
+class Figures(NamedTuple):
+    """What was scraped of one URL between `start_ns` and `end_ns`."""
+
+    of: Mapping[str, Figure]
+    start_ns: int
+    end_ns: int
+    scrapes: int  # from the one to the other, both counted
+    inside: bool  # within the window, and not around it
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+    def value(self, metric: str) -> float | None:
+        found = self.of.get(metric)
+        return None if found is None else found.value
+
+    def rate(self, metric: str) -> float | None:
+        """A counter's increase a second."""
+        found = self.value(metric)
+        return None if found is None else found / self.seconds
+
+    def edges(self) -> str:
+        """Which part of a window the figures are of, in words."""
+        where = "within" if self.inside else "around"
+        return f"{self.scrapes} scrapes over {self.seconds:.1f} s {where} the window"
+
+
+def read(page: bytes) -> Values:
+    """Every sample of METRICS_OF on a page: Prometheus text, or trtllm-serve's JSON. Raises ValueError for neither."""
+    if page.lstrip()[:1] in (b"[", b"{"):
+        return _read_json(page)
+    try:
+        text = page.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"byte {e.start} is no UTF-8, expected Prometheus text") from None
+    return {prometheus.written(s.name, s.labels): s.value for s in prometheus.parse(text, WANTED)}
+
+
+def _read_json(page: bytes) -> Values:
+    """trtllm-serve's /metrics: statistics of the iterations since it was last read, which reading takes away.
+
+    The mean over those iterations stands for the moment. Prometheus text, which can be read twice, is at
+    /prometheus/metrics.
+    """
+    try:
+        rows = orjson.loads(page)
+    except orjson.JSONDecodeError as e:
+        raise ValueError(f"neither Prometheus text nor JSON: {e}") from None
+    rows = rows if isinstance(rows, list) else [rows]
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"an item of type {type(row).__name__}, expected objects, one an iteration")
+        for key in ("numActiveRequests", "numQueuedRequests"):
+            if _is_count(row.get(key)):
+                found.setdefault(f"json:{key}", []).append(float(row[key]))
+        blocks = row.get("kvCacheStats")
+        if isinstance(blocks, dict) and _is_count(blocks.get("usedNumBlocks")) and blocks.get("maxNumBlocks"):
+            found.setdefault("json:kvCacheUsage", []).append(blocks["usedNumBlocks"] / blocks["maxNumBlocks"])
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 0
+
+
+def figures(points: Sequence[Point], start_ns: int, end_ns: int) -> Figures | None:
+    """What was scraped in the window [start_ns, end_ns); None where fewer than two scrapes tell.
+
+    Between the first and the last scrape inside the window, if these span LEAST_COVERED of it; else between the last
+    before and the first after it. Nothing is interpolated: the span says what the figures are of.
+    """
+    inside = [p for p in points if start_ns <= p.at_ns < end_ns]
+    covered = inside[-1].at_ns - inside[0].at_ns if inside else 0
+    if covered >= LEAST_COVERED * (end_ns - start_ns):
+        return _between(inside, True) if covered else None
+    before = [p for p in points if p.at_ns < start_ns][-1:]
+    after = [p for p in points if p.at_ns >= end_ns][:1]
+    if before and after:
+        return _between([*before, *inside, *after], False)
+    around = [*before, *inside, *after]
+    if not inside or len(around) < 2:
+        return None
+    return _between(around, not before and not after)
+
+
+def _between(points: Sequence[Point], inside: bool) -> Figures:
+    keys = _by_name(points)
+    found: dict[str, Figure] = {}
+    for metric, known in METRICS_OF.items():
+        for name in (n for names in known.names.values() for n in names):
+            figure = _KINDS[known.kind](metric, name, points, keys)
+            if figure is not None:
+                found[metric] = figure
+                break
+    return Figures(found, points[0].at_ns, points[-1].at_ns, len(points), inside)
+
+
+Keys = Mapping[str, Sequence[tuple[str, Mapping[str, str]]]]  # name of a sample -> its keys, with their labels
+
+
+def _by_name(points: Sequence[Point]) -> Keys:
+    found: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
+    for key in dict.fromkeys(key for point in points for key in point.values):
+        name, labels = prometheus.split(key)
+        found.setdefault(name, []).append((key, labels))
+    return found
+
+
+def _chosen(wanted: str, keys: Keys, part: str = "") -> list[tuple[str, Mapping[str, str]]]:
+    name, asked = prometheus.split(wanted)
+    return [(key, has) for key, has in keys.get(name + part, ()) if all(has.get(k) == v for k, v in asked.items())]
+
+
+def _counter(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figure | None:
+    mine = [key for key, _ in _chosen(name, keys)]
+    if not mine:
+        return None
+    steps = [_increase(points, key) for key in mine]
+    return Figure(metric, name, sum(s[0] for s in steps), resets=max(s[1] for s in steps))
+
+
+def _increase(points: Sequence[Point], key: str) -> tuple[float, int]:
+    """How much a counter rose, and how often it fell: from a fall on it counts from 0, as it does after a start.
+
+    A sample that is not on a page stands at 0: counters with labels appear when they are first used.
+    """
+    values = [v for p in points if (v := p.values.get(key, 0.0)) == v]  # nan says nothing
+    pairs = list(pairwise(values))
+    return sum(b - a if b >= a else b for a, b in pairs), sum(b < a for a, b in pairs)
+
+
+def _gauge(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figure | None:
+    mine = [key for key, _ in _chosen(name, keys)]
+    at_ns, values = [], []
+    for point in points:
+        said = [v for key in mine if (v := point.values.get(key)) is not None and v == v]
+        if said:
+            at_ns.append(point.at_ns - points[0].at_ns)
+            values.append(sum(said) / (len(said) if METRICS_OF[metric].over == "mean" else 1))
+    if not values:
+        return None
+    mean = values[0]
+    if len(values) > 1:  # a straight line from each scrape to the next
+        between = zip(pairwise(at_ns), pairwise(values), strict=True)
+        mean = sum((b - a) * (x + y) / 2 for (a, b), (x, y) in between) / (at_ns[-1] - at_ns[0])
+    return Figure(metric, name, mean, least=min(values), most=max(values))
+
+
+def _histogram(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figure | None:
+    sums, counts = (_chosen(name, keys, part) for part in ("_sum", "_count"))
+    if not sums or not counts:
+        return None
+    scale = 1e3 if METRICS_OF[metric].unit == "ms" else 1.0  # all that are in use count seconds
+    total = sum(_increase(points, key)[0] for key, _ in sums)
+    counted = [_increase(points, key) for key, _ in counts]
+    count = sum(c[0] for c in counted)
+    by_bound: dict[float, float] = {}
+    for key, has in _chosen(name, keys, "_bucket"):
+        bound = _bound(has.get("le", ""))
+        if bound is not None:
+            by_bound[bound * scale] = by_bound.get(bound * scale, 0.0) + _increase(points, key)[0]
+    mean = total / count * scale if count else None
+    return Figure(metric, name, mean, count, buckets=tuple(sorted(by_bound.items())), resets=max(c[1] for c in counted))
+
+
+_KINDS = {"counter": _counter, "gauge": _gauge, "histogram": _histogram}
+
+
+def _bound(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def bracket(figure: Figure, q: float) -> tuple[float, float] | None:
+    """Between which bounds of the histogram its quantile lies, (low, high]; None without observations or buckets.
+
+    A value inside the bucket would be invented.
+    """
+    if not figure.buckets or not figure.observed:
+        return None
+    low = 0.0
+    for bound, up_to in figure.buckets:
+        if up_to >= q * figure.observed:
+            return low, bound
+        low = bound
+    return low, float("inf")
+
+
+def total(parts: Iterable[Figures]) -> Figures | None:
+    """Several replicas as one: counters, observations and requests add up, shares are averaged; None of none."""
+    parts = list(parts)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    found = {}
+    for metric in METRICS_OF:
+        mine = [p.of[metric] for p in parts if metric in p.of]
+        if len(mine) == len(parts):  # where one says nothing, what the others say is not the whole
+            found[metric] = _sum(mine)
+    return Figures(
+        found,
+        min(p.start_ns for p in parts),
+        max(p.end_ns for p in parts),
+        min(p.scrapes for p in parts),
+        all(p.inside for p in parts),
+    )
+
+
+def _sum(mine: Sequence[Figure]) -> Figure:
+    first, kind = mine[0], METRICS_OF[mine[0].metric].kind
+    resets = sum(f.resets for f in mine)
+    said = [f for f in mine if f.value is not None]
+    if kind == "counter":
+        return first._replace(value=sum(f.value or 0.0 for f in mine), resets=resets)
+    if kind == "gauge":
+        by = len(said) if METRICS_OF[first.metric].over == "mean" else 1
+        return first._replace(
+            value=sum(f.value or 0.0 for f in said) / by,
+            least=min(f.least for f in said if f.least is not None),
+            most=max(f.most for f in said if f.most is not None),
+        )
+    observed = sum(f.observed for f in mine)
+    value = sum((f.value or 0.0) * f.observed for f in said) / observed if observed else None
+    bounds = {tuple(bound for bound, _ in f.buckets) for f in mine}
+    buckets: tuple[tuple[float, float], ...] = ()
+    if len(bounds) == 1:
+        buckets = tuple(
+            (rows[0][0], sum(up_to for _, up_to in rows)) for rows in zip(*(f.buckets for f in mine), strict=True)
+        )
+    return first._replace(value=value, observed=observed, buckets=buckets, resets=resets)

@@ -1,0 +1,387 @@
+"""Each cause, made up or injected into the reference engine, is named; a healthy run has none."""
+
+import dataclasses
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from llm_bench import diagnose_report, results, scrape, targets, windows
+from llm_bench.columns import Cell
+from llm_bench.diagnose import CAUSES, RULES, Diagnosis, diagnose
+from llm_bench.evidence import Case, flushes, related
+from llm_bench.server_metrics import METRICS_OF, Figure, Figures
+from tests.bench import command, environment, rows, trace_file
+from tests.sample import START_NS, cell, closed_loop, header, ns, record
+
+OPEN = {"kind": "open", "rate": 10.0, "warmup": 0.0}
+SERVER = {"server_queue_ms": 5.0, "server_prefill_ms": 40.0, "server_decode_ms": 80.0}
+
+
+def stream(i: int, due: float, ttft: float = 50.0, tokens: int = 5, gap: float = 20.0, **fields: Any) -> Any:
+    return record(i, due, events=[due + ttft + gap * k for k in range(tokens)], asked_out=tokens, **fields)
+
+
+def healthy(n: int = 100, **parts: Any) -> Cell:
+    return cell([stream(i, 100 * i, **SERVER) for i in range(n)], **({"load": OPEN} | parts))
+
+
+def scraped(**values: float | tuple[float, float]) -> Figures:
+    """Figures over ten seconds; of a gauge (mean, most)."""
+    of = {}
+    for metric, value in values.items():
+        mean, most = value if isinstance(value, tuple) else (value, value)
+        of[metric] = Figure(metric, f"x:{metric}", mean, 50, least=0.0, most=most)
+        assert metric in METRICS_OF
+    return Figures(of, START_NS, START_NS + 10_000_000_000, 11, True)
+
+
+CALM = {"running": 3.0, "waiting": 0.0, "kv_usage": 0.3, "preemptions": 0.0, "generated_tokens": 500.0}
+
+
+def case(c: Cell, server: dict[str, Any] | None = None, load: str = "10/s", **fields: Any) -> Case:
+    replicas = {"http://a/metrics": scraped(**(CALM | server))} if server is not None else {}
+    made = Case("000-a", "a", load, c, windows.of(c), {"reason": "exhausted"}, replicas, every_s=1.0)
+    return dataclasses.replace(made, **fields)
+
+
+def kinds(of: Case) -> list[str]:
+    return list(diagnose(of).findings)
+
+
+# ---- causes, made up: kind -> a case that has it, and what its evidence says
+
+
+def late_client() -> Case:
+    rows_ = [stream(i, 100 * i, 90, sent=100 * i + 40, ready_ns=ns(100 * i)) for i in range(100)]
+    return case(cell(rows_, load=OPEN))
+
+
+def far_away() -> Case:
+    return case(healthy(probe=header()["probe"] | {"rtt_ms": 30.0}))
+
+
+def backlog() -> Case:
+    rows_ = [stream(k, 200 * k, 800 * k + 1000) for k in range(30)]
+    rows_ += [record(k, 200 * k, end=30_000, outcome="cut_at_end") for k in range(30, 150)]
+    return case(cell(rows_, load={"kind": "open", "rate": 5.0, "warmup": None}))
+
+
+def seats() -> Case:
+    return case(closed_loop(200, 16), {"running": (2.0, 2.0), "waiting": (14.0, 14.0), "kv_usage": (0.1, 0.12)})
+
+
+def full() -> Case:
+    return case(closed_loop(200, 16), {"running": (4.0, 5.0), "waiting": (12.0, 12.0), "kv_usage": (0.95, 0.99)})
+
+
+def few_large() -> Case:
+    return case(closed_loop(200, 8), {"running": (1.0, 1.0), "waiting": (7.0, 7.0), "kv_usage": (0.56, 0.62)})
+
+
+def storm() -> Case:
+    rows_ = [stream(i, 100 * i, tokens_in=100 + 10 * i) for i in range(100)]
+    return case(cell(rows_, load=OPEN), {"preemptions": 30.0, "kv_usage": (0.8, 1.0)})
+
+
+def memory_gone() -> Case:
+    rows_ = [stream(i, 100 * i) for i in range(80)]
+    rows_ += [record(i, 100 * i, outcome="failed", error="CUDA error: out of memory") for i in range(80, 100)]
+    return case(cell(rows_, load=OPEN))
+
+
+def one_blocks_all(stop: float) -> Case:
+    """Four streams of 20 ms a token; every 2 s a prompt of 4,000 tokens comes, and all stand still for `stop` ms."""
+    halts = [2000.0 * k + 1000 for k in range(1, 8)]
+
+    def moved(at: float) -> float:
+        return at + sum(stop for halt in halts if at > halt)
+
+    rows_ = [
+        record(i, moved(100.0 * i), events=[moved(100.0 * i + 30 + 20 * k) for k in range(15)], tokens_in=100)
+        for i in range(160)
+    ]
+    rows_ += [
+        record(160 + k, moved(halt), events=[moved(halt) + stop + 25 + 20 * j for j in range(5)], tokens_in=4000)
+        for k, halt in enumerate(halts)
+    ]
+    return case(cell(rows_, load=OPEN))
+
+
+def bursts() -> Case:
+    """Every 2 s a heap of 20 at once, which are served one after another, and between them one every 200 ms."""
+    dues = sorted([2000.0 * h + 1000 for h in range(10) for _ in range(20)] + [200.0 * k for k in range(100)])
+    free, rows_ = 0.0, []
+    for i, due in enumerate(dues):
+        free = max(free, due) + 20
+        rows_.append(record(i, due, events=[free + 20 + 5 * k for k in range(5)]))
+    return case(cell(rows_, load={"kind": "replay", "speed": 1.0, "warmup": 0.0}))
+
+
+def queue() -> Case:
+    rows_ = [stream(i, 100 * i, 150, **(SERVER | {"server_queue_ms": 110.0})) for i in range(100)]
+    return case(cell(rows_, load=OPEN))
+
+
+def spikes() -> Case:
+    return case(cell([stream(i, 100 * i, 900 if i % 12 == 0 else 50) for i in range(240)], load=OPEN))
+
+
+GPU_IDLE = scraped(gpu_busy=0.2, gpu_memory_busy=0.1)
+GPU_FULL = scraped(gpu_busy=0.98, gpu_memory_busy=0.85)
+
+
+def cpu_bound() -> Case:
+    return case(closed_loop(200, 16), {}, gpu=GPU_IDLE, host=scraped(server_cpu=11.0))
+
+
+def slow_front_end() -> Case:
+    rows_ = [stream(i, 100 * i, 150, **SERVER) for i in range(100)]  # 105 ms before the first token that are nobody's
+    return case(cell(rows_, load=OPEN))
+
+
+def bandwidth() -> Case:
+    low = case(closed_loop(200, 8, stay=100), {"running": (8.0, 8.0)}, "c=8")
+    high = case(closed_loop(400, 16, stay=195), {"running": (16.0, 16.0)}, "c=16", gpu=GPU_FULL)
+    return related([low, high])[1]
+
+
+def flushed(sizes: Sequence[int], every: float, n: int = 60, apart: float = 0.0) -> Cell:
+    """Streams whose tokens come `every` ms, `sizes` at a time, each token an event."""
+    made = []
+    for i in range(n):
+        due, events = 500.0 * i, list[float]()
+        for k, size in enumerate([sizes[(i + j) % len(sizes)] for j in range(8)]):
+            events += [due + 40 + every * k + apart * e for e in range(size)]
+        made.append(record(i, due, events=events))
+    return cell(made, load=OPEN)
+
+
+def timer() -> Case:
+    return case(flushed((3, 5, 2, 6), 50, apart=0.2))
+
+
+def packed() -> Case:
+    return related([case(flushed((4,), 40), load="c=1"), case(flushed((4,), 90), load="c=8")])[1]
+
+
+def warm() -> Case:
+    cold, hot = (
+        case(cell([stream(i, 100 * i, ttft, tokens_cached=cached) for i in range(100)], load=OPEN), load=load)
+        for load, ttft, cached in (("c=1", 50.0, 0), ("c=8", 20.0, 60))
+    )
+    return related([cold, hot])[1]
+
+
+def hot() -> Case:
+    replicas = {f"http://{n}/metrics": scraped(**(CALM | {"generated_tokens": t})) for n, t in (("a", 900), ("b", 90))}
+    return case(healthy(), replicas=replicas, urls=2)
+
+
+TROUBLE: dict[str, tuple[Callable[[], Case], str]] = {
+    "client limited": (late_client, "p99 of its delay is 40.00 ms"),
+    "network limited": (far_away, "a round trip takes 30.0 ms, 60% of the median TTFT of 50.0 ms"),
+    "overload": (backlog, "the backlog grows by"),
+    "small batches": (seats, "2.0 requests ran and 14.0 waited, on average; never more than 2 ran"),
+    "KV memory full": (full, "KV memory was 95% full, by 4.0 requests, on average (at most 99%) while 12.0"),
+    "preemption storm": (storm, "30 preemptions where 100 requests ended; KV memory was up to 100% full; requests of"),
+    "out of memory": (memory_gone, "20 of 20 failed requests say so, first: CUDA error: out of memory"),
+    "long prefills": (lambda: one_blocks_all(600.0), "of 7 prompts of 400 tokens or more is computed, other streams"),
+    "arrival bursts": (bursts, "times the variance of Poisson's"),
+    "queueing": (queue, "110 ms of a mean TTFT of 150 ms are waiting in the server's queue"),
+    "TTFT spikes": (spikes, "p95 TTFT is 900 ms, p50 50 ms"),
+    "server CPU": (cpu_bound, "the GPU was busy 20% of the time, the server's processes used 1.1 cores"),
+    "server front end": (slow_front_end, "of a mean e2e of 230 ms, 105 ms are neither"),
+    "memory bandwidth": (bandwidth, "from c=8 to c=16 tokens/s went from"),
+    "timer-batched stream": (timer, "tokens come every 50.0 ms (quartiles 0% apart), 4.0 at a time"),
+    "events of several tokens": (packed, "the same number at another interval at another load"),
+    "cache effects": (warm, "60% of the prompt tokens were in the cache, 0% at c=1; median TTFT: c=1 50 ms, c=8 20 ms"),
+    "hot replica": (hot, "http://a/metrics has 1.8 times the generated tokens of the mean replica"),
+}
+
+
+def test_every_rule_has_its_trouble() -> None:
+    assert list(TROUBLE) == list(RULES)
+    assert set(CAUSES) <= set(RULES)
+
+
+@pytest.mark.parametrize("kind", TROUBLE)
+def test_each_cause_is_named_and_no_other(kind: str) -> None:
+    make, said = TROUBLE[kind]
+    found = diagnose(make()).findings
+    assert list(found) == [kind]
+    assert said in found[kind].seen
+    assert found[kind].check
+    assert found[kind].sources
+
+
+def test_a_healthy_cell_has_no_finding_and_says_what_was_looked_for() -> None:
+    found = diagnose(case(healthy(), {}, gpu=scraped(gpu_busy=0.6, gpu_memory_busy=0.5)))
+    assert found.findings == {}
+    assert set(found.judged) | set(found.unjudged) == set(RULES)
+    assert "small batches" in found.judged
+    assert found.unjudged == {
+        "cache effects": "the server says nothing of its prefix cache",
+        "hot replica": "one server, as far as is known",
+    }
+
+
+def test_a_healthy_sweep_has_none() -> None:
+    sweep = [
+        case(closed_loop(200, n), {"running": (n, n)}, f"c={n}", gpu=GPU_FULL) for n in (4, 8, 16)
+    ]  # tokens/s grow as the slots do
+    assert [kinds(c) for c in related(sweep)] == [[], [], []]
+
+
+def test_few_large_requests_fill_the_memory_before_it_is_full() -> None:
+    assert kinds(few_large()) == ["KV memory full"]
+
+
+def test_long_prompts_that_hold_nobody_up_are_none() -> None:
+    assert kinds(one_blocks_all(15.0)) == []
+
+
+def test_without_a_scrape_what_needs_one_is_not_judged() -> None:
+    found = diagnose(case(healthy(), urls=2))
+    assert found.findings == {}
+    assert "not scraped" in found.unjudged["small batches"]
+    assert "records do not say which one answered" in found.unjudged["hot replica"]
+    assert "(--gpu" in found.unjudged["server CPU"]
+
+
+def test_a_cell_without_an_ok_request_is_judged_by_what_there_is() -> None:
+    failed = cell([record(i, 100 * i, outcome="failed", error="HTTP 500: x") for i in range(50)], load=OPEN)
+    found = diagnose(case(failed))
+    assert found.findings == {}
+    assert found.unjudged["queueing"] == "no ok request in the window"
+
+
+def test_flushes_by_hand() -> None:
+    found = flushes(flushed((2, 4), 50, n=20), flushed((2, 4), 50, n=20).among("outcome", "ok"))
+    assert found is not None
+    assert (found.every_ms, found.tokens, found.events, found.observed) == (50, 3, 3, 20 * 6)
+    assert found.varies == pytest.approx(1 / 3)
+
+
+def test_the_same_flush_at_one_load_may_be_either() -> None:
+    finding = diagnose(case(flushed((4,), 40))).findings["events of several tokens"]
+    assert finding.sure == "possible"
+    assert "a timer, or a fixed number an event" in finding.seen
+
+
+def test_a_timer_shows_by_other_sizes_at_another_load() -> None:
+    low, high = related([case(flushed((4,), 50), load="c=1"), case(flushed((2,), 50), load="c=8")])
+    assert kinds(low) == kinds(high) == ["timer-batched stream"]
+
+
+# ---- causes, injected into the reference engine: the whole way from its metrics to the finding
+
+
+def run(folder: Path, engine: str, trace: list[dict[str, Any]], concurrency: int) -> tuple[results.Run, Path]:
+    """A run against `python -m reference_engine ENGINE` with its scrape beside the records."""
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("prometheus_client")
+    declared = targets.parse("reference", folder / "none.toml", {})[0]
+    path, out = folder / "scraped.jsonl", folder / "run"
+    with (
+        targets.running(dataclasses.replace(declared, launch=(*declared.launch, *engine.split())), print) as target,
+        scrape.beside(target, scrape.Asked(scrape.AUTO, 0.1), path, print),
+    ):
+        asked = command("run", "--targets", f"e={target.url}", "--trace", trace_file(folder, trace), "--out", out)
+        asked += ["--concurrency", str(concurrency), "--metrics", "ttft_p50"]
+        done = subprocess.run(asked, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    path.rename(scrape.path_of(out, results.load_run(out).cells[0].name))
+    return results.load_run(out), out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "nothing: the server's own account"),
+        ("x\n", "no scrape of llm-bench"),
+        ('{"llm_bench_scrape": 1, "every_s": 1, "sources": ["u"]}\n', "u: 0"),
+    ],
+)
+def test_a_run_without_a_scrape_that_tells_is_judged_by_its_records(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    made = healthy()
+    measured = results.Measured("000-a", "a", "10/s", made, windows.of(made), {}, ())
+    if text is not None:
+        scrape.path_of(tmp_path, "000-a").write_text(text)
+    (of,) = diagnose_report.diagnosed(results.Run(tmp_path, {}, [measured], []))
+    assert said in of.scraped[0]
+    assert of.diagnosis.findings == {}
+    assert "small batches" in of.diagnosis.unjudged
+    assert "nothing found; looked for: client limited" in diagnose_report.text(results.Run(tmp_path, {}, [], []), [of])
+
+
+def found_in(measured: results.Run) -> Diagnosis:
+    return diagnose_report.diagnosed(measured)[0].diagnosis
+
+
+def ours(found: Diagnosis) -> set[str]:
+    """Kinds found, but for what a busy test machine does to this client and to what stands around the engine."""
+    return set(found.findings) - {"client limited", "server front end", "TTFT spikes"}
+
+
+@pytest.mark.engine
+def test_a_healthy_engine_has_none_and_its_account_adds_up(tmp_path: Path) -> None:
+    measured, out = run(tmp_path, "--model sim:7b-h100", rows(60, 24, 16), 4)
+    found = found_in(measured)
+    assert ours(found) == set()
+    assert {"small batches", "preemption storm", "KV memory full", "long prefills"} <= set(found.judged)
+    parts = found.case.parts
+    assert parts is not None
+    assert [p.name for p in parts.parts] == ["client lag", "network", "queue", "prefill", "decode"]
+    assert all(p.ms is not None for p in parts.parts)
+    assert sum(p.ms or 0.0 for p in parts.parts) + parts.rest_ms == pytest.approx(parts.e2e_ms)
+    said = found.case.server
+    assert said is not None
+    ended = found.case.cell["end_ns"]
+    mine = int(((ended >= said.start_ns) & (ended < said.end_ns)).sum())
+    assert said.value("requests_ended") == pytest.approx(mine, abs=5)  # those at the edges, between two scrapes
+    shown = CliRunner().invoke(_app(), [str(out)])
+    assert shown.exit_code == 0
+    assert "where the time went, mean of" in shown.output
+    document = json.loads(CliRunner().invoke(_app(), [str(out), "--format", "json"]).output)
+    assert document["cells"][0]["time"]["e2e_ms"] == pytest.approx(parts.e2e_ms)
+    assert "# Diagnosis of run" in CliRunner().invoke(_app(), [str(out), "--format", "md"]).output
+
+
+@pytest.mark.engine
+def test_a_small_batch_limit_is_named(tmp_path: Path) -> None:
+    found = found_in(run(tmp_path, "--model sim:fast --max-num-seqs 2", rows(80, 16, 16), 8)[0])
+    assert ours(found) == {"small batches"}
+    assert "never more than 2 ran" in found.findings["small batches"].seen
+
+
+@pytest.mark.engine
+def test_a_small_kv_memory_is_named_by_its_preemptions(tmp_path: Path) -> None:
+    found = found_in(run(tmp_path, "--model sim:fast --num-blocks 48", rows(64, 4, 128), 8)[0])
+    assert "preemption storm" in ours(found)
+    assert ours(found) <= {"preemption storm", "KV memory full"}
+
+
+@pytest.mark.engine
+def test_long_prompts_computed_in_one_step_are_named(tmp_path: Path) -> None:
+    mixed = [row for k in range(36) for row in rows(1, 2000 if k % 8 == 7 else 40, 24)]
+    engine = "--model sim:7b-h100 --no-chunked-prefill --max-num-batched-tokens 16384"
+    found = found_in(run(tmp_path, engine, mixed, 4)[0])
+    assert ours(found) == {"long prefills"}
+    assert "other streams stand still for" in found.findings["long prefills"].seen
+
+
+def _app() -> Any:
+    import typer
+
+    from llm_bench.cli_diagnose import diagnose as command_
+
+    app = typer.Typer()
+    app.command()(command_)
+    return app

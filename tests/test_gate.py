@@ -1,0 +1,452 @@
+"""Gates on record files of eight pairs: PASS, FAIL, INCONCLUSIVE; what doubts and missing figures do to them."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_bench import equal_arms, gate, metrics, objectives, pairing, pairs, results, rules
+from llm_bench.doubts import CHECKS
+from llm_bench.errors import BenchError
+from llm_bench.gate import Gate, Objection
+from llm_bench.pairs import FAIL, INCONCLUSIVE, PASS
+from llm_bench.records import Record
+from tests import sample_arms
+from tests.sample_arms import BASE, LOAD, NOISY, SAME, SLOW, write_arms, write_book
+
+CASES = Path(__file__).parents[2] / "shared" / "cases"
+FASTER = LOAD | {"rate": 200.0, "label": "rate=200/s"}
+
+
+def judged(folder: Path, *texts: str, accepted: tuple[str, ...] = (), slo: str = "") -> Gate:
+    run = results.load_run(folder)
+    base, cand = pairing.arm(run, "base"), pairing.arm(run, "cand")
+    return of_arms(base, cand, *texts, accepted=accepted, slo=slo)
+
+
+def of_arms(base: pairing.Arm, cand: pairing.Arm, *texts: str, accepted: tuple[str, ...] = (), slo: str = "") -> Gate:
+    paired = pairing.pair_up(base, cand)
+    context = objectives.parse(slo).context()
+    names = base.name, cand.name
+    return gate.judge(paired.pairs, names, rules.parse(texts), paired.objections, accepted, context)
+
+
+@pytest.mark.parametrize(("candidate", "verdict"), [(SAME, PASS), (SLOW, FAIL), (NOISY, INCONCLUSIVE), (BASE, PASS)])
+def test_equal_code_passes_six_percent_fails_and_noise_is_neither(
+    tmp_path: Path, candidate: list[float], verdict: str
+) -> None:
+    got = judged(write_arms(tmp_path / "run", {"base": BASE, "cand": candidate}), "ttft_p95<=+3%")
+    (test,) = got.tests
+    assert (test.verdict, got.verdict, got.objections) == (verdict, verdict, [])
+    # TTFTs of a cell are in proportion to the figure that it was made of.
+    by_hand = pairs.compare(np.log(np.array(candidate) / BASE), math.log(1.03))
+    assert test.comparison is not None
+    assert test.comparison.change == pytest.approx(by_hand.change, abs=1e-6)
+    assert test.p == by_hand.p
+    assert gate.EXIT_CODES[got.verdict] == {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}[verdict]
+
+
+def test_why_says_the_change_the_margin_and_what_would_help(tmp_path: Path) -> None:
+    slow = judged(write_arms(tmp_path / "a", {"base": BASE, "cand": SLOW}), "ttft_p95<=+3%").tests[0]
+    assert slow.why == "+6.01% is worse than +3%, p = 0.0039"
+    same = judged(write_arms(tmp_path / "b", {"base": BASE, "cand": SAME}), "ttft_p95<=+3%").tests[0]
+    assert same.why == "+0.014%, its 95% bound +0.352% is within +3%"
+    restless = [*reversed(NOISY)]
+    noisy = judged(write_arms(tmp_path / "c", {"base": NOISY, "cand": restless}), "ttft_p95<=+3%").tests[0]
+    assert noisy.why.startswith("noise exceeds the margin: +0%, its 95% bound +")
+    assert noisy.why.endswith("a quieter machine, or a wider margin")
+    wide = judged(tmp_path / "c", "ttft_p95<=+12%").tests[0]
+    assert "pairs of this spread equal arms would pass in 90%" in wide.why
+
+
+def test_how_many_pairs_would_decide_is_how_many_would(tmp_path: Path) -> None:
+    """The figure is checked by drawing so many pairs of equal arms with the spread seen."""
+    candidate = [b * f for b, f in zip(BASE, (1.03, 0.98, 1.02, 0.97, 1.03, 0.97, 1.01, 1.0), strict=True)]
+    (test,) = judged(write_arms(tmp_path / "run", {"base": BASE, "cand": candidate}), "ttft_p95<=+1.6%").tests
+    assert test.differences is not None
+    said = int(test.why.split("with ")[-1].split()[0])
+    random, spread = np.random.default_rng(5), float(np.std(test.differences, ddof=1))
+    passed = [
+        pairs.compare(spread * random.standard_normal(said), test.rule.margin).verdict == PASS for _ in range(100)
+    ]
+    assert np.mean(passed) == pytest.approx(0.9, abs=0.1)
+
+
+def test_a_throughput_may_fall_by_its_margin_and_no_further(tmp_path: Path) -> None:
+    def fewer(ttft_ms: float, salt: int) -> list[Record]:
+        return sample_arms.rows(tokens=round(ttft_ms), salt=salt)
+
+    arms = {"base": [10.0] * 6, "cand": [9.0] * 6}
+    folder = write_arms(tmp_path / "run", arms, of=fewer)
+    accepted = ("delivered tokens",)
+    (fine,) = judged(folder, "tokens_per_second>=-20%", accepted=accepted).tests
+    assert "not the same work" in fine.why  # 10% fewer tokens are asked of the candidate
+    assert fine.comparison is not None and fine.comparison.verdict == PASS
+    assert fine.detectable is None  # pairs without any noise do not say what they could find
+    (bad,) = judged(folder, "tokens_per_second>=-5%", accepted=accepted).tests
+    assert bad.comparison is not None and bad.comparison.verdict == FAIL
+
+
+@pytest.mark.skipif(not CASES.exists(), reason="the shared cases are not beside this repository")
+@pytest.mark.parametrize(
+    ("arms", "p_worse", "said"),
+    [
+        (("base", "same"), 89 / 256, "PASS: +0.0"),
+        (("base", "slow"), 1 / 256, "FAIL: +5.9"),
+        (("noisyA", "noisyB"), 118 / 256, "INCONCLUSIVE: noise exceeds the margin: +0.1"),
+    ],
+)
+def test_case_38(tmp_path: Path, arms: tuple[str, str], p_worse: float, said: str) -> None:
+    rows = [json.loads(line) for line in (CASES / "38-gate-noise.runs.jsonl").read_text().splitlines()]
+    base, cand = ([r["ttft_p95_ms"] for r in rows if r["set"] == arm] for arm in arms)
+    (test,) = judged(write_arms(tmp_path / "run", {"base": base, "cand": cand}), "ttft_p95<=+3%").tests
+    assert test.comparison is not None and test.comparison.p_worse == p_worse
+    assert f"{test.verdict}: {test.why}".startswith(said)
+
+
+# ---- several tests
+
+
+def test_rules_times_loads_are_one_family(tmp_path: Path) -> None:
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": SLOW}, [LOAD, FASTER])
+    got = judged(folder, "ttft_p95<=+3%", "error_rate<=+1pp")
+    assert [(t.load, t.rule.metric.name, t.verdict) for t in got.tests] == [
+        ("rate=100/s", "ttft_p95", FAIL),
+        ("rate=100/s", "error_rate", PASS),
+        ("rate=200/s", "ttft_p95", FAIL),
+        ("rate=200/s", "error_rate", PASS),
+    ]
+    assert [t.p for t in got.tests] == pytest.approx([4 / 256, 1, 4 / 256, 1])
+    assert (got.verdict, got.pairs) == (FAIL, {"rate=100/s": 8, "rate=200/s": 8})
+
+
+def test_a_fail_pays_for_the_number_of_tests(tmp_path: Path) -> None:
+    """7 of 8 flips: p = 5 / 256 alone, over 0.05 among four."""
+    candidate = [b * f for b, f in zip(BASE, [1.05] * 7 + [0.98], strict=True)]
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": candidate})
+    (alone,) = judged(folder, "ttft_p95<=+1.5%").tests
+    assert alone.verdict == FAIL and alone.p is not None and 0.0125 < alone.p <= 0.05
+    more = judged(folder, "ttft_p95<=+1.5%", "error_rate<=+1pp", "drop_rate<=+1pp", "cancel_rate<=+1pp").tests[0]
+    assert more.verdict == INCONCLUSIVE
+    assert "by itself" in more.why and "not among 4 tests" in more.why
+
+
+@pytest.mark.parametrize(("texts", "need"), [(1, 5), (2, 6), (4, 7), (8, 8)])
+def test_too_few_pairs_are_refused_with_how_many_are_needed(tmp_path: Path, texts: int, need: int) -> None:
+    names = ["ttft_p50", "ttft_p90", "ttft_p95", "ttft_p99", "e2e_p50", "e2e_p90", "e2e_p95", "e2e_p99"][:texts]
+    few, enough = BASE[: need - 1], BASE[:need]
+    folder = write_arms(tmp_path / "few", {"base": few, "cand": few})
+    with pytest.raises(BenchError, match=f"{need - 1} pairs at rate=100/s, and {texts} tests .* need {need} at least"):
+        judged(folder, *(f"{name}<=+5%" for name in names))
+    folder = write_arms(tmp_path / "enough", {"base": enough, "cand": enough})
+    assert judged(folder, *(f"{name}<=+5%" for name in names)).verdict == PASS
+
+
+# ---- doubts
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_arms(tmp_path_factory.mktemp("slow") / "run", {"base": BASE, "cand": SLOW})
+
+
+def with_doubt(folder: Path, kind: str, arm: str = "cand", pair: int = 2) -> Path:
+    """The run's own book says a doubt of one cell."""
+    run = results.load_run(folder)
+    entries = [
+        {"name": m.name, "target": m.target, "load": LOAD, "end": {"reason": "exhausted"}}
+        | ({"doubts": [{"kind": kind, "text": "so it was"}]} if (m.target, pairing.number_of(m)) == (arm, pair) else {})
+        for m in run.cells
+    ]
+    write_book(folder, cells=entries)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [*CHECKS, "a kind that is not known"])
+@pytest.mark.parametrize("arm", ["base", "cand"])
+def test_a_doubt_about_a_cell_of_either_arm_forbids_the_verdict_or_says_why_not(
+    slow: Path, kind: str, arm: str
+) -> None:
+    got = judged(with_doubt(slow, kind, arm), "ttft_p95<=+3%")
+    (test,) = got.tests
+    assert Objection("rate=100/s", f"{arm}, pair 2", kind, "so it was") in got.objections
+    harmless = kind in gate.HARMLESS or kind == "estimated tokens"
+    assert got.verdict == (FAIL if harmless else INCONCLUSIVE)
+    if not harmless:
+        assert test.why == f"doubt: {kind} (else FAIL: +6.01% is worse than +3%, p = 0.0039)"
+
+
+def test_the_table_of_harmless_doubts_names_doubts_that_there_are() -> None:
+    assert set(gate.HARMLESS) | {gate.FAILED, gate.ESTIMATED} <= set(CHECKS)
+    known = set(CHECKS) | {gate.NOT_INTERLEAVED}
+    assert set(gate.ACCEPTABLE) <= known
+    assert not set(gate.ACCEPTABLE) & set(gate.HARMLESS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "against"),
+    [
+        ("failed requests", "error_rate", False),
+        ("failed requests", "goodput", False),
+        ("failed requests", "ttft_p95", True),
+        ("failed requests", "tokens_per_second", True),
+        ("estimated tokens", "ttft_p95", False),
+        ("estimated tokens", "tpot_p95", True),
+        ("estimated tokens", "tokens_per_second", True),
+        ("estimated tokens", "error_rate", False),
+        ("overloaded", "error_rate", True),
+    ],
+)
+def test_some_doubts_are_against_some_metrics_only(kind: str, metric: str, against: bool) -> None:
+    assert gate.counts(kind, metrics.parse(metric)) == against
+
+
+def test_failures_are_judged_by_their_rate_and_latency_of_the_rest_is_not(tmp_path: Path) -> None:
+    def failing(ttft_ms: float, salt: int) -> list[Record]:
+        return sample_arms.rows(100.0, salt=salt, failed=round(ttft_ms))
+
+    folder = write_arms(tmp_path / "run", {"base": [0.0] * 8, "cand": [12.0] * 8}, of=failing)
+    latency, rate = judged(folder, "ttft_p95<=+5%", "error_rate<=+1pp").tests
+    assert latency.why.startswith("doubt: failed requests (else PASS")
+    assert (latency.verdict, rate.verdict) == (INCONCLUSIVE, FAIL)
+    assert rate.why == "+10pp is worse than +1pp, p = 0.0078 (Holm, 2 tests)"
+    assert rate.middles() == pytest.approx((0.0, 0.1))
+
+
+def test_a_doubt_at_one_load_leaves_the_other_its_verdict(tmp_path: Path) -> None:
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": SLOW}, [LOAD, FASTER])
+    run = results.load_run(folder)
+    late = [m.name for m in run.cells if m.load == "rate=200/s"]
+    doubts = {"doubts": [{"kind": "overloaded", "text": "it grows"}]}
+    entries = [{"name": m.name, "end": {"reason": "exhausted"}} | (doubts if m.name in late else {}) for m in run.cells]
+    write_book(folder, cells=entries)
+    got = judged(folder, "ttft_p95<=+3%")
+    assert [t.verdict for t in got.tests] == [FAIL, INCONCLUSIVE]
+    assert got.tests[0].p == 2 / 256  # the doubtful one is still in the family
+    assert got.verdict == FAIL
+
+
+def test_the_p_of_a_doubtful_test_lightens_no_other(tmp_path: Path) -> None:
+    """Were its 1 / 256 believed, the other would be the second of two, and pay nothing."""
+    mild = [b * f for b, f in zip(BASE, [1.05] * 7 + [0.98], strict=True)]
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": mild})
+    alone = judged(folder, "ttft_p95<=+1.5%").tests[0].p
+    at = len(results.load_run(folder).cells)
+    for pair, (base, cand) in enumerate(zip(BASE, SLOW, strict=True)):
+        for k, (name, ttft) in enumerate((("base", base), ("cand", cand))):
+            place = {"pair": pair, "order": k ^ (pair % 2), "target": sample_arms.target(name), "load": FASTER}
+            made = sample_arms.rows(ttft, salt=100_000 * (pair + 1) + 1000 * k, failed=60)
+            sample_arms.write(folder, f"{at + 2 * pair + k:03d}-{name}", made, **place)
+    sure, doubtful = judged(folder, "ttft_p95<=+1.5%").tests
+    assert doubtful.objections and doubtful.comparison is not None and doubtful.comparison.p == 1 / 256
+    assert alone is not None and sure.p == pytest.approx(2 * alone)
+
+
+def test_the_smallest_change_found_lies_on_the_bad_side(tmp_path: Path) -> None:
+    ttft, tokens = judged(write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}), "ttft_p95<=+3%",
+                          "tokens_per_second>=-3%").tests  # fmt: skip
+    assert ttft.detectable is not None and ttft.detectable > ttft.rule.margin > 0
+    assert tokens.detectable is not None and tokens.detectable < tokens.rule.margin < 0
+
+
+def test_what_a_user_says_is_meant_so_is_shown_and_no_obstacle(tmp_path: Path) -> None:
+    folder = with_doubt(write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}), "targets differ")
+    assert judged(folder, "ttft_p95<=+3%").verdict == INCONCLUSIVE
+    got = judged(folder, "ttft_p95<=+3%", accepted=gate.check_accepted(["targets differ"]))
+    assert (got.verdict, got.accepted, len(got.objections)) == (PASS, ("targets differ",), 1)
+    with pytest.raises(BenchError, match="--accept 'overloaded': expected one of not interleaved"):
+        gate.check_accepted(["overloaded"])
+
+
+# ---- pairs that are none
+
+
+def test_an_undefined_figure_in_one_pair_makes_its_test_inconclusive(tmp_path: Path) -> None:
+    def short(ttft_ms: float, salt: int) -> list[Record]:
+        return sample_arms.rows(ttft_ms, tokens=1 if ttft_ms == SAME[3] else 4, salt=salt)
+
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}, of=short)
+    tpot, ttft = judged(folder, "tpot_p95<=+5%", "ttft_p95<=+5%", accepted=("delivered tokens",)).tests
+    assert tpot.verdict == INCONCLUSIVE and tpot.comparison is None and tpot.p is None
+    assert tpot.why.startswith("tpot_p95 of cand in pair 3 is undefined: ")
+    assert ttft.comparison is not None
+
+
+def test_a_zero_has_no_percent(tmp_path: Path) -> None:
+    (test,) = judged(write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}), "wasted_tokens<=+5%").tests
+    assert test.verdict == INCONCLUSIVE
+    assert "a change in percent needs figures above 0" in test.why
+
+
+def test_a_pair_without_its_other_arm_is_a_doubt(tmp_path: Path) -> None:
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": SAME})
+    (lost,) = [m.name for m in results.load_run(folder).cells if m.target == "cand" and pairing.number_of(m) == 7]
+    (folder / f"{lost}.arrow").unlink()
+    got = judged(folder, "ttft_p95<=+3%")
+    assert got.pairs == {"rate=100/s": 7}
+    assert got.objections == [Objection("rate=100/s", "cand", "missing cell", "it has no pair 7")]
+    assert got.verdict == INCONCLUSIVE
+
+
+def test_a_load_that_one_arm_lacks_forbids_the_pass(tmp_path: Path) -> None:
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}, [LOAD, FASTER])
+    for m in results.load_run(folder).cells:
+        if (m.target, m.load) == ("cand", "rate=200/s"):
+            (folder / f"{m.name}.arrow").unlink()
+    got = judged(folder, "ttft_p95<=+3%")
+    assert [t.verdict for t in got.tests] == [PASS]
+    assert got.verdict == INCONCLUSIVE and len(got.against_all) == 8
+
+
+def test_an_order_that_is_always_the_same_is_not_interleaved(tmp_path: Path) -> None:
+    for at, (name, ttft) in enumerate((name, ttft) for name in ("base", "cand") for ttft in BASE):
+        place = {"pair": at % 8, "order": at // 8, "target": sample_arms.target(name), "load": LOAD}
+        sample_arms.write(tmp_path, f"{at:03d}-{name}", sample_arms.rows(ttft, salt=1000 * at), **place)
+    got = judged(tmp_path, "ttft_p95<=+3%")
+    assert [o.kind for o in got.objections] == ["not interleaved"]
+    assert "one came before the other in 8 of 8 pairs" in got.objections[0].text
+    assert got.verdict == INCONCLUSIVE
+
+
+def test_a_target_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    run = results.load_run(write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}))
+    with pytest.raises(BenchError, match="no target 'other' in it, expected one of base, cand"):
+        pairing.arm(run, "other")
+    with pytest.raises(BenchError, match=r"2 targets \(base, cand\), expected a run of one"):
+        pairing.only_arm(run)
+    write_arms(tmp_path / "twice", {"base": [100.0, 100.0]}, pair=0)
+    with pytest.raises(BenchError, match="base has 2 cells at rate=100/s that are pair 0"):
+        pairing.arm(results.load_run(tmp_path / "twice"), "base")
+
+
+# ---- stored runs
+
+
+def stored(folder: Path, name: str, ttfts: list[float], **head: Any) -> pairing.Arm:
+    return pairing.only_arm(results.load_run(write_arms(folder / name, {"t": ttfts}, interleaved=False, **head)))
+
+
+def test_stored_runs_are_paired_and_doubtful_until_that_is_accepted(tmp_path: Path) -> None:
+    old, new = stored(tmp_path, "old", BASE), stored(tmp_path, "new", SLOW)
+    got = of_arms(old, new, "ttft_p95<=+3%")
+    assert [o.kind for o in got.objections] == ["not interleaved"]
+    assert (got.verdict, got.baseline, got.candidate) == (INCONCLUSIVE, "old", "new")
+    assert "else FAIL: +6.01%" in got.tests[0].why
+    assert of_arms(old, new, "ttft_p95<=+3%", accepted=("not interleaved",)).verdict == FAIL
+
+
+@pytest.mark.parametrize(
+    ("head", "kind", "words"),
+    [
+        ({"work_hash": "22"}, "not the same work", "work 11 and 22"),
+        ({"settings": {"seed": 5}}, "not the same work", "seed 4 and 5"),
+        ({"settings": {"seed": 4, "stream": False}}, "not the same work", "settings.stream True and False"),
+        ({"trace": {"path": "b.jsonl"}}, "not the same work", "trace a.jsonl and b.jsonl"),
+        ({"target": sample_arms.target("t", revision="r2")}, "targets differ", "revision 'r1' at old, 'r2' at other"),
+        ({"probe": {"model": "other"}}, "targets differ", "model 'm' at old, 'other' at other"),
+        ({"probe": {"rtt_ms": 30.0}}, "network path", "0.10 ms to old, 30.00 ms to other"),
+    ],
+)
+def test_runs_that_did_other_work_are_not_judged(tmp_path: Path, head: dict[str, Any], kind: str, words: str) -> None:
+    alike: dict[str, Any] = {
+        "work_hash": "11",
+        "settings": {"seed": 4, "stream": True, "out": "a"},
+        "trace": {"path": "a.jsonl"},
+        "target": sample_arms.target("t", revision="r1"),
+        "probe": {"rtt_ms": 0.1},
+    }
+    old = stored(tmp_path, "old", BASE, **alike)
+    new = stored(tmp_path, "new", SAME, **alike | {"settings": alike["settings"] | {"out": "b"}})
+    assert {o.kind for o in pairing.pair_up(old, new).objections} == {"not interleaved"}
+    other = stored(tmp_path, "other", SAME, **alike | head)
+    found = [o for o in pairing.pair_up(old, other).objections if o.kind == kind]
+    assert len(found) == 8 and words in found[0].text
+    assert of_arms(old, other, "ttft_p95<=+3%", accepted=("not interleaved",)).verdict == INCONCLUSIVE
+
+
+def test_work_is_compared_request_by_request(tmp_path: Path) -> None:
+    def asked(ttft_ms: float, salt: int) -> list[Record]:
+        long = ttft_ms in SLOW
+        made = sample_arms.rows(ttft_ms, tokens=5 if long else 4, salt=salt)
+        return [replace(r, planned_in=110 if long else 100, tokens_in=110 if long else 100) for r in made]
+
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": SLOW}, of=asked)
+    (first, *_) = [o for o in judged(folder, "ttft_p95<=+3%").objections if o.kind == "not the same work"]
+    assert first.text == (
+        "prompt lengths planned of 120 of 120 requests; answer lengths asked of 120 of 120 requests; "
+        "prompt tokens a request 100 at base, 110 at cand (+10.0%); "
+        "delivered tokens a request 4 at base, 5 at cand (+25.0%)"
+    )
+
+
+def test_two_machines_are_named(tmp_path: Path) -> None:
+    for name, cpu in (("old", "A"), ("new", "B")):
+        write_arms(tmp_path / name, {"t": BASE}, interleaved=False)
+        write_book(tmp_path / name, host={"cpu": cpu, "cores": 4})
+    old, new = (pairing.only_arm(results.load_run(tmp_path / name)) for name in ("old", "new"))
+    (doubt,) = [o for o in pairing.pair_up(old, new).objections if o.kind == "not interleaved"]
+    assert "on two machines: A, 4 cores; B, 4 cores" in doubt.text
+
+
+# ---- equal arms
+
+
+def test_relabelling_equal_arms_counts_what_the_gate_would_say(tmp_path: Path) -> None:
+    got = judged(write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}), "ttft_p95<=+0%")
+    (test,) = got.tests
+    assert test.differences is not None
+    d = test.differences
+    failed = [pairs.sign_flip(d * signs, 0.0) <= 0.05 for signs in product((1, -1), repeat=8)]
+    passed = [pairs.compare(d * signs, 0.0).verdict == PASS for signs in product((1, -1), repeat=8)]
+    relabelled = equal_arms.relabel(got)
+    assert relabelled == (256, True, np.mean(failed), np.mean(failed), np.mean(passed))
+    assert 0 < relabelled.failed <= 0.05
+    wide = equal_arms.relabel(judged(tmp_path / "run", "ttft_p95<=+3%"))
+    assert (wide.failed, wide.failed_at_zero, wide.passed) == (0, relabelled.failed, 1)
+
+
+def test_of_many_relabellings_a_sample_is_drawn_and_stays_within_what_is_promised(tmp_path: Path) -> None:
+    folder = write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}, [LOAD, FASTER])
+    got = judged(folder, "ttft_p95<=+0%", "e2e_p95<=+0%", "tokens_per_second>=-0%")
+    relabelled = equal_arms.relabel(got)
+    assert (relabelled.tried, relabelled.every) == (equal_arms.RELABELLINGS, False)
+    assert 0 < relabelled.failed <= 0.05
+    assert relabelled == equal_arms.relabel(got)
+
+
+def test_one_arm_is_split_into_neighbours(tmp_path: Path) -> None:
+    run = results.load_run(write_arms(tmp_path / "run", {"t": [*BASE, *SAME]}, interleaved=False))
+    left, right = pairing.halves(pairing.arm(run, "t"))
+    assert [len(arm.cells) for arm in (left, right)] == [8, 8]
+    paired = pairing.pair_up(left, right)
+    assert (paired.interleaved, paired.objections) == (True, [])
+    first = [p.baseline.cell.header["order"] for p in paired.pairs]
+    assert first == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert of_arms(left, right, "ttft_p95<=+5%").verdict == PASS
+
+
+def test_one_repeat_cannot_be_split(tmp_path: Path) -> None:
+    run = results.load_run(write_arms(tmp_path / "run", {"t": BASE[:1]}, interleaved=False))
+    with pytest.raises(BenchError, match="t was measured once; expected two targets, or --repeat 2 or more"):
+        pairing.halves(pairing.arm(run, "t"))
+
+
+def test_self_test_says_what_it_can_find_and_that_nothing_was_sent(tmp_path: Path) -> None:
+    got = judged(write_arms(tmp_path / "run", {"base": BASE, "cand": SAME}), "ttft_p95<=+3%")
+    relabelled = equal_arms.relabel(got)
+    for said in (equal_arms.text(got, relabelled), equal_arms.markdown(got, relabelled)):
+        assert "no request was sent anew" in said
+        assert "256 ways (all)" in said
+        assert "0.0% of the ways FAIL at the rules given" in said
+    (row,) = equal_arms.rows(got)[1]
+    spread = 100 * math.expm1(float(np.std(np.log(np.array(SAME) / BASE), ddof=1)))
+    assert float(row[4].rstrip("%")) == pytest.approx(spread, abs=0.01)
+    eight, sixteen = (float(text.rstrip("%")) for text in row[5:7])
+    assert 3 < sixteen < eight < 4
+    assert equal_arms.exit_code(got) == 0
+    assert equal_arms.exit_code(judged(tmp_path / "run", "ttft_p95<=-3%")) == 1

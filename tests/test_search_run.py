@@ -1,0 +1,182 @@
+"""A search on a real socket: cells in a folder, the bracket from them, taken up again, ended by what targets do."""
+
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llm_bench import results, search, search_report, search_run, targets
+from llm_bench.cell import Options
+from llm_bench.errors import BenchError
+from llm_bench.request import Request
+from llm_bench.run import Ended, Job
+from llm_bench.search import Answer
+from llm_bench.search_run import Search
+from tests.bench import Measured, good, llm_server, prompt_of, rows, trace_file
+from tests.scripted import Scripted, Seen, http_response
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def asked(slo: str, **fields: object) -> Search:
+    agreed, guards = search_run.guarded(slo)
+    base = Search("concurrency", agreed, guards, budget_s=60.0, most=64.0, requests=120)
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+def find(
+    server: Scripted, folder: Path, wanted: Search, *, resume: bool = False, lines: list[str] | None = None
+) -> tuple[Answer, Ended]:
+    trace = folder / "trace.jsonl"
+    if not trace.exists():
+        trace_file(folder, rows(50))
+    job = Job(targets.parse(f"t={server.url}", folder / "none.toml", {}), (), trace, resume=resume)
+    say = quiet if lines is None else lines.append
+    found, ended = search_run.find(job, Options(out=folder / "run"), wanted, say, quiet)
+    return found[-1].answer, ended
+
+
+class Refusing:
+    """Answers after 20 ms; more than `places` at a time are refused."""
+
+    def __init__(self, places: int) -> None:
+        self._places, self._lock, self._until_ns = places, threading.Lock(), list[int]()
+
+    def __call__(self, _: int, seen: Seen) -> object:
+        with self._lock:
+            self._until_ns = [ns for ns in self._until_ns if ns > seen.at_ns]
+            if len(self._until_ns) >= self._places:
+                return [(0, http_response(503, b"busy"))]
+            self._until_ns.append(seen.at_ns + 20_000_000)
+        return good(seen, ttft_ms=20.0)
+
+
+def refusing(places: int) -> Measured:
+    return Refusing(places)  # type: ignore[return-value]
+
+
+def test_a_server_with_five_places_is_found_and_every_cell_is_kept(tmp_path):
+    lines: list[str] = []
+    with Scripted(llm_server(refusing(5))) as server:
+        answer, ended = find(server, tmp_path, asked("error_rate<5%"), lines=lines)
+    assert (ended, answer.end) == (Ended(), "resolved")
+    assert answer.met is not None
+    assert answer.missed is not None
+    assert (answer.met.load, answer.missed.load) == (5, 6)
+    run = results.load_run(tmp_path / "run")
+    assert len(run.cells) == sum(len(p.cells) for p in answer.points)
+    assert run.missing == []
+    assert run.agreed().text == "error_rate<5%"
+    assert any("so far: met at 4, missed at 8" in line for line in lines)
+
+
+def test_no_two_cells_send_the_same_prompt(tmp_path):
+    with Scripted(llm_server(refusing(2))) as server:
+        find(server, tmp_path, asked("error_rate<5%"))
+        said = [prompt_of(r) for r in server.requests if "x-request-id" in r.headers]
+    assert len(set(said)) == len(said) > 240
+
+
+def test_a_search_taken_up_again_goes_on_from_its_cells(tmp_path):
+    wanted = asked("error_rate<5%")
+    with Scripted(llm_server(refusing(5))) as server:
+        first, _ = find(server, tmp_path, replace(wanted, most=4.0))
+        assert first.end == "at the cap"
+        before = len(server.requests)
+        again, _ = find(server, tmp_path, replace(wanted, most=4.0), resume=True)
+        assert len(server.requests) < before + 20  # probes only
+        assert [p.load for p in again.points] == [p.load for p in first.points]
+        whole, _ = find(server, tmp_path, wanted, resume=True)
+    assert search_report.so_far(whole, _plan(wanted)) == "met at 5, missed at 6"
+    assert whole.points[0].cells == first.points[0].cells
+
+
+def _plan(wanted: Search) -> search.Plan:
+    return search.Plan(wanted.by, wanted.agreed.limits)
+
+
+class OneAtATime:
+    """Serves one request after the other, 20 ms each: 50 a second."""
+
+    def __init__(self) -> None:
+        self._lock, self._free_ns = threading.Lock(), 0
+
+    def __call__(self, _: int, seen: Seen) -> object:
+        with self._lock:
+            self._free_ns = max(self._free_ns, seen.at_ns) + 20_000_000
+            return good(seen, ttft_ms=(self._free_ns - seen.at_ns) / 1e6)
+
+
+def test_a_cell_whose_backlog_grows_is_ended_early_and_is_a_miss(tmp_path):
+    wanted = asked("ttft_p95<60s", by="rate", start=250.0, least=250.0, requests=1000)
+    with Scripted(llm_server(OneAtATime())) as server:  # type: ignore[arg-type]
+        answer, _ = find(server, tmp_path, wanted)
+    assert (answer.end, answer.points[0].verdict) == ("at the floor", "MISSED")
+    assert "backlog grew" in answer.points[0].why
+    (cell,) = results.load_run(tmp_path / "run").cells
+    assert cell.end["reason"] == "overloaded"
+    assert cell.cell.n < 900  # of 1,000: the rest was never due
+
+
+def test_a_slo_that_no_load_meets_is_said(tmp_path):
+    with Scripted(llm_server([(0, http_response(500, b"broken"))])) as server:
+        answer, _ = find(server, tmp_path, asked("ttft_p95<60s"))
+    assert (answer.end, search_report.code(answer)) == ("at the floor", 1)
+
+
+def test_a_target_that_dies_ends_the_search_with_what_was_found(tmp_path):
+    served = 0
+
+    def dying(_: int, seen: Seen) -> object:
+        nonlocal served
+        served += 1
+        if served == 300:
+            threading.Thread(target=server.__exit__, args=(None, None, None)).start()
+        return good(seen)
+
+    server = Scripted(llm_server(dying))  # type: ignore[arg-type]
+    server.__enter__()
+    answer, ended = find(server, tmp_path, asked("ttft_p95<60s"))
+    assert ended.gone == "t"
+    assert (answer.end, search_report.code(answer)) == ("target gone", 4)
+    assert answer.met is not None
+    assert answer.met.load == 2
+
+
+def test_a_budget_too_small_for_one_cell_is_refused_with_what_it_would_take(tmp_path):
+    with Scripted(llm_server(refusing(5))) as server, pytest.raises(BenchError, match=r"--budget 2 s: .* about 120 s"):
+        find(server, tmp_path, asked("error_rate<5%", by="rate", start=1.0, budget_s=2.0))
+
+
+def test_an_slo_always_has_a_limit_on_the_error_rate_and_never_two():
+    assert search_run.guarded("ttft_p95<1s")[0].text == "ttft_p95<1s,error_rate<1%"
+    assert search_run.guarded("ttft_p95<1s")[1] == 1
+    own, guards = search_run.guarded("error_rate<5%,ttft_p95<1s")
+    assert (own.text, guards) == ("error_rate<5%,ttft_p95<1s", 0)
+    with pytest.raises(BenchError, match="needs a limit"):
+        search_run.guarded("")
+
+
+def test_cells_of_one_load_go_on_in_the_trace_and_tear_no_conversation():
+    names = ["", "a", "b", "a", "", "b"]
+    turns = [0, 0, 0, 1, 0, 1]
+    trace = [
+        Request(tokens_in=10, tokens_out=1, session=name, turn=turn, line=i)
+        for i, (name, turn) in enumerate(zip(names, turns, strict=True))
+    ]
+    assert [r.line for r in search_run.rotated(trace, 2)] == [2, 4, 5, 0, 1, 3]
+    assert search_run.rotated(trace, 0) == search_run.rotated(trace, 6) == trace
+
+
+def test_the_run_json_of_a_search_holds_its_cells_in_order(tmp_path):
+    with Scripted(llm_server(refusing(2))) as server:
+        find(server, tmp_path, asked("error_rate<5%"))
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    names = [cell["name"] for cell in facts["cells"]]
+    assert [int(re.match(r"\d+", name)[0]) for name in names] == list(range(len(names)))  # type: ignore[index]
+    assert [cell["end"]["place"] for cell in facts["cells"]] == list(range(len(names)))

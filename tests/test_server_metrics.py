@@ -1,0 +1,175 @@
+"""Servers' own names under one; figures between two scrapes, recomputed by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_bench.server_metrics import METRICS_OF, WANTED, Figures, Point, bracket, figures, read, total
+
+CAPTURES = Path(__file__).parents[2] / "shared" / "captures"
+S = 1_000_000_000
+E0 = '{engine="0",model_name="m"}'
+QUEUE = "vllm:request_queue_time_seconds"
+
+
+def between(*pages: str, start: int = 0, end: int | None = None) -> Figures:
+    """Figures of pages that were read a second apart, from second 0 on."""
+    points = [Point(i * S, read(page.encode())) for i, page in enumerate(pages)]
+    found = figures(points, start * S, len(pages) * S if end is None else end * S)
+    assert found is not None
+    return found
+
+
+def queue_page(total_s: float, count: int, within_10_ms: int) -> str:
+    le = 'engine="0",le='
+    return (
+        f'{QUEUE}_sum{E0} {total_s}\n{QUEUE}_count{E0} {count}\n{QUEUE}_bucket{{{le}"0.01"}} {within_10_ms}\n'
+        f'{QUEUE}_bucket{{{le}"0.1"}} {count}\n{QUEUE}_bucket{{{le}"+Inf"}} {count}\n'
+    )
+
+
+def test_a_counter_is_its_increase_over_the_span() -> None:
+    found = between(f"vllm:generation_tokens_total{E0} 100", f"vllm:generation_tokens_total{E0} 130")
+    assert found.of["generated_tokens"].value == 30
+    assert found.of["generated_tokens"].name == "vllm:generation_tokens_total"
+    assert found.rate("generated_tokens") == 30  # over one second
+    assert found.edges() == "2 scrapes over 1.0 s within the window"
+
+
+def test_a_counter_that_falls_was_started_anew() -> None:
+    figure = between(*(f"vllm:num_preemptions_total{E0} {n}" for n in (5, 9, 2, 3))).of["preemptions"]
+    assert (figure.value, figure.resets) == (4 + 2 + 1, 1)
+
+
+def test_a_label_that_appears_counts_from_nothing() -> None:
+    a = 'vllm:request_success_total{finished_reason="length"} 4\n'
+    assert between(a, a + 'vllm:request_success_total{finished_reason="stop"} 3\n').value("requests_ended") == 3
+
+
+def test_a_histogram_is_the_mean_of_its_new_observations_and_its_quantiles_are_brackets() -> None:
+    figure = between(queue_page(1.0, 10, 10), queue_page(1.5, 20, 14)).of["queue_time"]
+    assert figure.value == pytest.approx(50)  # 0.5 s over 10 requests
+    assert figure.observed == 10
+    assert bracket(figure, 0.4) == (0, 10)  # 4 of the 10 lie up to 10 ms
+    assert bracket(figure, 0.5) == (10, 100)
+
+
+def test_without_new_observations_there_is_no_mean() -> None:
+    figure = between(queue_page(1.0, 10, 10), queue_page(1.0, 10, 10)).of["queue_time"]
+    assert figure.value is None
+    assert bracket(figure, 0.5) is None
+
+
+def test_a_gauge_is_its_time_average_with_its_extremes() -> None:
+    points = [Point(at * S, {"vllm:num_requests_running": level}) for at, level in ((0, 0.0), (1, 4.0), (3, 4.0))]
+    found = figures(points, 0, 4 * S)
+    assert found is not None
+    figure = found.of["running"]
+    assert figure.value == pytest.approx((2 + 8) / 3)  # a ramp over 1 s, then 4 for 2 s
+    assert (figure.least, figure.most) == (0, 4)
+
+
+def test_engines_of_one_server_add_up_and_shares_are_averaged() -> None:
+    page = "".join(
+        f'vllm:num_requests_running{{engine="{k}"}} {n}\nvllm:kv_cache_usage_perc{{engine="{k}"}} {share}\n'
+        for k, n, share in ((0, 3, 0.2), (1, 5, 0.6))
+    )
+    found = between(page, page)
+    assert found.value("running") == 8
+    assert found.value("kv_usage") == pytest.approx(0.4)
+
+
+def test_braces_in_a_name_pick_samples_by_label() -> None:
+    page = "".join(
+        f'nv_trt_llm_request_metrics{{model="m",request_type="{kind}"}} {n}\n'
+        for kind, n in (("active", 7), ("waiting", 2), ("max", 512))
+    )
+    found = between(page, page)
+    assert (found.value("running"), found.value("waiting")) == (7, 2)
+
+
+def test_the_span_is_inside_the_window_where_that_covers_it_and_else_around_it() -> None:
+    points = [Point(at * S, {"vllm:generation_tokens_total": 10.0 * at}) for at in range(10)]
+    inside = figures(points, round(2.5 * S), round(6.5 * S))
+    assert inside is not None
+    assert (inside.start_ns, inside.end_ns, inside.inside) == (3 * S, 6 * S, True)
+    around = figures(points, round(2.5 * S), round(3.5 * S))
+    assert around is not None
+    assert (around.start_ns, around.end_ns, around.inside) == (2 * S, 4 * S, False)
+    assert "around the window" in around.edges()
+    assert figures(points[:1], 0, S) is None
+    assert figures(points, 20 * S, 30 * S) is None
+
+
+def test_replicas_as_one() -> None:
+    a, b = (between(queue_page(0, 0, 0), queue_page(s, n, n)) for s, n in ((0.3, 3), (0.1, 1)))
+    both = total([a, b])
+    assert both is not None
+    assert both.of["queue_time"].value == pytest.approx(100)  # 0.4 s over 4
+    assert both.of["queue_time"].observed == 4
+    assert bracket(both.of["queue_time"], 0.5) == (0, 10)
+    assert total([]) is None
+
+
+def test_what_one_replica_does_not_say_is_not_said_of_all() -> None:
+    page = f"vllm:num_requests_running{E0} 1"
+    more = f"{page}\nvllm:num_requests_waiting{E0} 1"
+    both = total([between(page, page), between(more, more)])
+    assert both is not None
+    assert set(both.of) == {"running"}
+
+
+def test_the_json_of_trtllm_serve_is_the_mean_of_what_reading_took() -> None:
+    first = {"numActiveRequests": 4, "numQueuedRequests": 0, "kvCacheStats": {"usedNumBlocks": 10, "maxNumBlocks": 40}}
+    last = {"numActiveRequests": 8, "iterLatencyMS": 3.5, "kvCacheStats": {"usedNumBlocks": 30, "maxNumBlocks": 40}}
+    assert read(json.dumps([first, last]).encode()) == {
+        "json:numActiveRequests": 6,
+        "json:numQueuedRequests": 0,
+        "json:kvCacheUsage": 0.5,
+    }
+    assert read(b"[]") == {}
+
+
+@pytest.mark.parametrize("page", [b"[1]", b'{"a": ', b"\xff", b"vllm:num_requests_running x", b"<!doctype html>"])
+def test_what_is_no_page_of_metrics_is_refused(page: bytes) -> None:
+    with pytest.raises(ValueError, match=r"expected|neither"):
+        read(page)
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=2, max_size=20))
+def test_an_increase_is_never_negative(values: list[float]) -> None:
+    points = [Point(i * S, {"vllm:generation_tokens_total": v}) for i, v in enumerate(values)]
+    found = figures(points, 0, len(values) * S)
+    assert found is not None
+    assert (found.value("generated_tokens") or 0) >= 0
+
+
+def test_every_name_stands_once_for_each_metric_and_is_read() -> None:
+    for metric in METRICS_OF.values():
+        names = [name for of in metric.names.values() for name in of]
+        assert len(set(names)) == len(names)
+    assert "vllm:request_queue_time_seconds_bucket" in WANTED
+    assert "vllm:request_queue_time_seconds_created" not in WANTED
+
+
+@pytest.mark.parametrize(
+    ("capture", "expected"),
+    [
+        ("vllm/metrics_before.txt", {"generated_tokens": 51, "prompt_tokens": 114, "running": 0, "kv_usage": 0}),
+        ("llamacpp/metrics_before.txt", {"generated_tokens": 59, "cache_hits": 80, "steps": 56, "waiting": 0}),
+        ("triton/metrics.txt", {"waiting": 0, "requests_ended": 9}),
+    ],
+)
+def test_pages_of_real_servers(capture: str, expected: dict[str, float]) -> None:
+    if not CAPTURES.exists():
+        pytest.skip("captures of real servers are not here")
+    page = (CAPTURES / capture).read_text().split("\n\n", 1)[1].split("* Connection")[0]
+    now = read(page.encode())
+    zero = dict.fromkeys(now, 0.0)  # a server that had just started
+    found = figures([Point(0, zero), Point(S, now)], 0, 2 * S)
+    assert found is not None
+    for metric, value in expected.items():
+        assert found.value(metric) == pytest.approx(value), metric
