@@ -93,7 +93,7 @@ def capacity(
     ] = "",
     format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
 ) -> None:
-    """What one replica carries within an SLO; how many are needed, at what cost."""
+    """What one replica carries, how many are needed, what they cost."""
     from llm_bench import capacity_plan, capacity_report, objectives, results
 
     check_numbers(context.params, LIMITS)

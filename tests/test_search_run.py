@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_bench import results, search, search_report, search_run, targets
+from llm_bench import results, search_report, search_run, targets
 from llm_bench.cell import Options
 from llm_bench.errors import BenchError
 from llm_bench.request import Request
@@ -21,6 +21,10 @@ from tests.scripted import Scripted, Seen, http_response
 
 def quiet(_: str) -> None:
     pass
+
+
+def measured(server: Scripted) -> int:
+    return sum("x-request-id" in r.headers for r in server.requests)
 
 
 def asked(slo: str, **fields: object) -> Search:
@@ -42,7 +46,7 @@ def find(
 
 
 class Refusing:
-    """Answers after 20 ms; more than `places` at a time are refused."""
+    """Answers after 10 ms; more than `places` at a time are refused."""
 
     def __init__(self, places: int) -> None:
         self._places, self._lock, self._until_ns = places, threading.Lock(), list[int]()
@@ -52,8 +56,8 @@ class Refusing:
             self._until_ns = [ns for ns in self._until_ns if ns > seen.at_ns]
             if len(self._until_ns) >= self._places:
                 return [(0, http_response(503, b"busy"))]
-            self._until_ns.append(seen.at_ns + 20_000_000)
-        return good(seen, ttft_ms=20.0)
+            self._until_ns.append(seen.at_ns + 10_000_000)
+        return good(seen, ttft_ms=10.0)
 
 
 def refusing(places: int) -> Measured:
@@ -64,15 +68,16 @@ def test_a_server_with_five_places_is_found_and_every_cell_is_kept(tmp_path):
     lines: list[str] = []
     with Scripted(llm_server(refusing(5))) as server:
         answer, ended = find(server, tmp_path, asked("error_rate<5%"), lines=lines)
-    assert (ended, answer.end) == (Ended(), "resolved")
+    assert ended == Ended()
     assert answer.met is not None
-    assert answer.missed is not None
-    assert (answer.met.load, answer.missed.load) == (5, 6)
+    assert answer.met.load == 5
+    slowed = any("this client was the limit" in p.why for p in answer.points)  # by a neighbour: then nothing is missed
+    assert slowed or (answer.missed is not None and answer.missed.load == 6)
     run = results.load_run(tmp_path / "run")
     assert len(run.cells) == sum(len(p.cells) for p in answer.points)
     assert run.missing == []
     assert run.agreed().text == "error_rate<5%"
-    assert any("so far: met at 4, missed at 8" in line for line in lines)
+    assert any("so far: met at 4" in line for line in lines)
 
 
 def test_no_two_cells_send_the_same_prompt(tmp_path):
@@ -87,17 +92,14 @@ def test_a_search_taken_up_again_goes_on_from_its_cells(tmp_path):
     with Scripted(llm_server(refusing(5))) as server:
         first, _ = find(server, tmp_path, replace(wanted, most=4.0))
         assert first.end == "at the cap"
-        before = len(server.requests)
+        before = measured(server)
         again, _ = find(server, tmp_path, replace(wanted, most=4.0), resume=True)
-        assert len(server.requests) < before + 20  # probes only
+        assert measured(server) == before
         assert [p.load for p in again.points] == [p.load for p in first.points]
         whole, _ = find(server, tmp_path, wanted, resume=True)
-    assert search_report.so_far(whole, _plan(wanted)) == "met at 5, missed at 6"
+    assert whole.met is not None
+    assert whole.met.load == 5
     assert whole.points[0].cells == first.points[0].cells
-
-
-def _plan(wanted: Search) -> search.Plan:
-    return search.Plan(wanted.by, wanted.agreed.limits)
 
 
 class OneAtATime:
@@ -113,7 +115,7 @@ class OneAtATime:
 
 
 def test_a_cell_whose_backlog_grows_is_ended_early_and_is_a_miss(tmp_path):
-    wanted = asked("ttft_p95<60s", by="rate", start=250.0, least=250.0, requests=1000)
+    wanted = asked("ttft_p95<60s", by="rate", start=250.0, least=250.0, most=500.0, requests=1000)
     with Scripted(llm_server(OneAtATime())) as server:  # type: ignore[arg-type]
         answer, _ = find(server, tmp_path, wanted)
     assert (answer.end, answer.points[0].verdict) == ("at the floor", "MISSED")
@@ -121,6 +123,24 @@ def test_a_cell_whose_backlog_grows_is_ended_early_and_is_a_miss(tmp_path):
     (cell,) = results.load_run(tmp_path / "run").cells
     assert cell.end["reason"] == "overloaded"
     assert cell.cell.n < 900  # of 1,000: the rest was never due
+
+
+def test_a_server_that_works_on_for_those_who_left_is_waited_for(tmp_path):
+    """Probes have no id of ours, and wait in the same queue here."""
+    busy = OneAtATime()
+
+    def answer(number: int, seen: Seen) -> object:
+        if seen.method == "GET":
+            return llm_server([])(number, seen)
+        return busy(number, seen)
+
+    wanted = asked("ttft_p95<10s", by="rate", start=250.0, least=30.0, most=500.0, requests=150, budget_s=20.0)
+    with Scripted(answer) as server:  # type: ignore[arg-type]
+        found, _ = find(server, tmp_path, wanted)
+    lowest, *_, highest = found.points
+    assert (highest.load, highest.verdict) == (250, "MISSED")
+    assert lowest.load < 32
+    assert lowest.verdict != "MISSED"  # one that serves 50 a second serves these, when what it held is gone
 
 
 def test_a_slo_that_no_load_meets_is_said(tmp_path):
@@ -137,11 +157,11 @@ def test_a_target_that_dies_ends_the_search_with_what_was_found(tmp_path):
         served += 1
         if served == 300:
             threading.Thread(target=server.__exit__, args=(None, None, None)).start()
-        return good(seen)
+        return good(seen, ttft_ms=5.0)
 
     server = Scripted(llm_server(dying))  # type: ignore[arg-type]
     server.__enter__()
-    answer, ended = find(server, tmp_path, asked("ttft_p95<60s"))
+    answer, ended = find(server, tmp_path, asked("error_rate<5%"))
     assert ended.gone == "t"
     assert (answer.end, search_report.code(answer)) == ("target gone", 4)
     assert answer.met is not None
