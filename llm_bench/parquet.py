@@ -56,6 +56,7 @@ _FIELDS = {
     "tokens_cached": ("tokens", "of the prompt, that the server took from its cache"),
     "tokens_out": ("tokens", "of the answer, by tokens_out_from"),
     "tokens_out_from": ("", "usage, tokenizer or events: the last two are estimates"),
+    "tokens_counted": ("tokens", "of the same text by the target's tokenizer, where that was checked"),
     "text_bytes": ("bytes", "of the tokens' text"),
     "bytes_in": ("bytes", "received in all"),
     "comments": ("", "SSE comment lines"),

@@ -134,12 +134,12 @@ def test_a_server_that_works_on_for_those_who_left_is_waited_for(tmp_path):
             return llm_server([])(number, seen)
         return busy(number, seen)
 
-    wanted = asked("ttft_p95<10s", by="rate", start=250.0, least=30.0, most=500.0, requests=150, budget_s=20.0)
+    wanted = asked("ttft_p95<10s", by="rate", start=240.0, least=30.0, most=500.0, requests=150, tolerance=1.0)
     with Scripted(answer) as server:  # type: ignore[arg-type]
         found, _ = find(server, tmp_path, wanted)
     lowest, *_, highest = found.points
-    assert (highest.load, highest.verdict) == (250, "MISSED")
-    assert lowest.load < 32
+    assert (highest.load, highest.verdict) == (240, "MISSED")
+    assert lowest.load == 30
     assert lowest.verdict != "MISSED"  # one that serves 50 a second serves these, when what it held is gone
 
 
@@ -164,8 +164,7 @@ def test_a_target_that_dies_ends_the_search_with_what_was_found(tmp_path):
     answer, ended = find(server, tmp_path, asked("error_rate<5%"))
     assert ended.gone == "t"
     assert (answer.end, search_report.code(answer)) == ("target gone", 4)
-    assert answer.met is not None
-    assert answer.met.load == 2
+    assert answer.points  # what was found by then is kept
 
 
 def test_a_budget_too_small_for_one_cell_is_refused_with_what_it_would_take(tmp_path):
