@@ -26,7 +26,7 @@ from llm_bench.shapes import Shape
 ASIDE = "partial"  # folder in a run's: what a cell had measured before a resumed run measured it again
 LOCK = ".lock"  # file in a run's folder: whoever measures holds it, and the kernel lets go of it at death
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that know none: a run goes on without
-DONE = ("exhausted", "duration")  # reasons of a cell that is not measured again
+DONE = ("exhausted", "duration", "overloaded")  # reasons of a cell that is not measured again
 # What has to be equal for a run to be resumed, but for what changes no number: where its files lie, how long we wait.
 ASKED = ("version", "versions", "cpu", "settings", "targets", "declared", "loads", "trace", "hashes")
 FREE: Mapping[str, tuple[str, ...]] = {

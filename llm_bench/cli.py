@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from llm_bench import __version__, cli_diagnose, cli_gate, cli_trace, terminal
 from llm_bench.cli_capacity import capacity
 from llm_bench.cli_run import run, slo_code
+from llm_bench.cli_search import search
 from llm_bench.errors import BenchError
 from llm_bench.options import (
     Api,
@@ -77,6 +78,7 @@ def _root(
 
 
 app.command()(run)
+app.command()(search)
 app.command()(capacity)
 app.command()(cli_gate.gate)
 app.command()(cli_gate.compare)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_bench import calibration, clock, driver, limits, records, retry, scrape, shards, targets, wire
-from llm_bench.beside import Clerk, Say, Ticker, longest, progress
+from llm_bench.beside import TICK_S, Clerk, Say, Ticker, longest, progress
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
 from llm_bench.exchange import CONNECT_ERROR
@@ -34,8 +34,14 @@ UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of 
 SHARE_OF_A_CORE = 0.5  # a worker that is busier than this stamps late now and then
 
 
-def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers: int = 1) -> dict[str, Any]:
-    """Plan, drive, write. Returns how the cell ended, for run.json.
+# (seconds since the start, in flight, ended) four times a second -> reason to end the cell now, "" for none
+Watch = Callable[[float, int, int], str]
+
+
+def measure(
+    cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers: int = 1, watch: Watch | None = None
+) -> dict[str, Any]:
+    """Plan, drive, write. Returns how the cell ended, for run.json; `watch` may end it before its time.
 
     Raises BenchError where the disk is full or this machine gives no more sockets; what was measured by then is
     readable.
@@ -55,9 +61,9 @@ def measure(cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers:
             scraped = scrape.Asked(pages, cell.options.scrape_every_s, cell.options.gpu)
             with scrape.beside(cell.target, scraped, scrape.path_of(cell.options.out, cell.name), say):
                 if workers == 1:
-                    end = _drive(cell, work, facts, Part(cell.name), live)
+                    end = _drive(cell, work, facts, Part(cell.name), live, watch)
                 else:
-                    end = _share(cell, work, facts, workers, say, live)
+                    end = _share(cell, work, facts, workers, say, live, watch)
             return end | {"workers": workers, "ceiling": calibration.ceiling()}
     finally:
         work.close()
@@ -161,21 +167,23 @@ def _facts(cell: Cell, work: Plan, workers: int) -> dict[str, Any]:
 # ---- one process
 
 
-def _drive(cell: Cell, work: Plan, facts: Mapping[str, Any], part: Part, live: Say) -> dict[str, Any]:
+def _drive(
+    cell: Cell, work: Plan, facts: Mapping[str, Any], part: Part, live: Say, watch: Watch | None = None
+) -> dict[str, Any]:
     places = cell.load.concurrency or cell.load.max_in_flight
     need = -(-(places or len(work)) // part.workers)
     limits.raise_file_limit(need + limits.OTHER_FILES, strict=places is not None)
     writer = Writer(cell.options.out / f"{part.name}.arrow", dict(facts))
     gc.freeze()  # a collection over the whole plan would stop the loop for longer than a token takes
     try:
-        return wire.run(_loop(cell, work, writer, part, live))
+        return wire.run(_loop(cell, work, writer, part, live, watch))
     finally:
         writer.close()
         gc.unfreeze()
         gc.collect()  # here and not before the drive, so that no first request waits for it
 
 
-async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -> dict[str, Any]:
+async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, watch: Watch | None) -> dict[str, Any]:
     options, load, board = cell.options, cell.load, part.board
     stop, stopped_by = asyncio.Event(), ""
     refused_in_a_row = 0
@@ -223,7 +231,16 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
     gauge = Gauge()
     start_ns = await board.wait_for_start(part.worker, stop) if board is not None else clock.now_ns()
     ticker = Ticker(cell, gauge, writer, part, live)
+
+    async def look(watch: Watch) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if reason := watch((clock.now_ns() - start_ns) / 1e9, gauge.now, gauge.ended):
+                halt(reason)
+
     beside = [asyncio.create_task(task) for task in (ticker.run(), ticker.watch_the_loop(), clerk.run())]
+    if watch is not None:
+        beside.append(asyncio.create_task(look(watch)))
     for task in beside:
         task.add_done_callback(lambda _: stop.set())  # they end by failing only: a full disk, or our own mistake
     cpu_ns, begun_ns = time.process_time_ns(), clock.now_ns()
@@ -295,21 +312,27 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say) -
 # ---- several
 
 
-def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: Say, live: Say) -> dict[str, Any]:
+def _share(
+    cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: Say, live: Say, watch: Watch | None
+) -> dict[str, Any]:
     """The same drive in `workers` processes, each with records of its own."""
     board = Board(workers, len(work))
-    begun_s = time.monotonic()
+    begun_s, halted = time.monotonic(), ""
 
     def body(number: int) -> dict[str, Any]:
         part = Part(f"{cell.name}.w{number}", number, workers, board)
         with _disk_errors(cell.options.out):
             return _drive(cell, work, {**facts, "worker": number}, part, lambda text: None)
 
-    def watch() -> None:
+    def look() -> bool:
+        nonlocal halted
         landed, in_flight, failed, tokens = (board.total(name) for name in ("landed", "in_flight", "failed", "tokens"))
         live(progress(cell, (landed, in_flight, failed, tokens), time.monotonic() - begun_s))
+        if watch is not None and board.started and not halted:
+            halted = watch((clock.now_ns() - board.start_ns) / 1e9, in_flight, landed)
+        return bool(halted)
 
-    outcomes = shards.run(workers, body, board, watch)
+    outcomes = shards.run(workers, body, board, look)
     live("")
     ends = [o.end for o in outcomes if o.end is not None]
     reasons = [end["reason"] for end in ends] + ["interrupted"] * board.interrupted
@@ -344,6 +367,8 @@ def _share(cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: 
             raise BenchError(errors[0])
         if not board.interrupted:
             end["reason"] = f"worker {dead[0].worker} {dead[0].died}"
+    elif halted and not board.interrupted:
+        end["reason"] = halted
     return end
 
 

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_bench import arms, bodies, pairs, plan, probe, prompts, scrape, selection, targets, ticks, trace
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
 from llm_bench.errors import BenchError
-from llm_bench.measure import measure
+from llm_bench.measure import Watch, measure
 from llm_bench.plan import Load
-from llm_bench.request import Trace
+from llm_bench.request import Request, Trace
 from llm_bench.targets import Target
 
 
@@ -53,6 +53,16 @@ class Ended:
     died: str = ""  # "worker 3 killed by signal 9"
 
 
+class Arm(NamedTuple):
+    """A target that has answered, and what it is sent."""
+
+    target: Target
+    found: probe.Probe
+    requests: list[Request]
+    effect: str  # of its context limit on them, in words
+    exact: prompts.Exact | None
+
+
 def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     """Measure every cell; `say` prints a line that stays, `live` one that is overwritten.
 
@@ -60,13 +70,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     SIGINT or SIGTERM outside a cell. In a cell they cut it, and what it measured is written.
     """
     _check_arms(job, options)
-    exact = {t.name: prompts.exact(t.tokenizer, token_ids=options.token_ids) for t in job.targets if t.tokenizer}
-    rows = _rows(job, options)
-    _check_sayable(job, options, rows)
-    for target in job.targets:
-        scrape.metrics_urls(target.metrics or options.metrics_url, target)  # refused now, not at the first cell
-    for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
-        say(f"trace: {note}")
+    rows, exact = read(job, options, say)
     if any(load.concurrency for load in job.loads) and rows.requests[-1].at_s is not None:
         say("trace: a closed loop does not use its times; its order, lengths, prefixes and sessions are used")
     for load in job.loads:  # a trace without times fails here, not after the first cell
@@ -84,67 +88,97 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     private = {target.name: target.headers for target in job.targets}
     with ExitStack() as stack:
         book = stack.enter_context(
-            closing(Book(options.out, _asked(job, options, rows, loads), private, resume=job.resume))
+            closing(Book(options.out, asked(job, options, rows, loads), private, resume=job.resume))
         )
         _stop_on_term()
-        ready = []
-        for declared in job.targets:
-            target = stack.enter_context(targets.running(declared, say, options.out / f"{declared.name}.log"))
-            found = probe.probe(target, say, options.ready_s, stream=options.stream, timeouts=options.timeouts)
-            for note in found.notes:
-                say(f"{target.name}: {note}")
-            requests, effect = selection.fit_context(rows.requests, found.max_model_len, options.too_long)
-            if effect:
-                say(f"{target.name}: {effect}")
-            ready.append((target, found, requests, effect))
+        ready = [begin(declared, options, rows, exact.get(declared.name), say, stack) for declared in job.targets]
         places = arms.schedule(len(ready), len(loads), options.rounds)
         several, interleave = options.rounds.several, options.rounds.interleave
-        fastest = min((found for _, found, _, _ in ready), key=lambda found: found.alone_ms / found.alone_tokens)
+        fastest = min((arm.found for arm in ready), key=lambda found: found.alone_ms / found.alone_tokens)
         names = [
             cell_name(number, job.targets[p.arm], loads[p.load], p.pair if several else None)
             for number, p in enumerate(places)
         ]
         # A pair is one measurement: half of one is no use, and the other half at another time would be no pair.
         together = arms.pairs_of(places, names) if interleave else [[name] for name in names]
-        book.begin({target.name: _deciding(found) for target, found, _, _ in ready}, together)
+        book.begin({arm.target.name: deciding(arm.found) for arm in ready}, together)
         of = {name: unit for unit in together for name in unit}
         for number, (name, place) in enumerate(zip(names, places, strict=True)):
             if book.is_done(name):
                 say(f"{name}: done before")
                 continue
-            target, found, requests, effect = ready[place.arm]
+            arm = ready[place.arm]
             attempt = max(book.attempt(each) for each in of[name])
             cell = Cell(
                 options,
                 book.run_id,
                 number,
-                target,
-                found,
-                requests,
+                arm.target,
+                arm.found,
+                arm.requests,
                 loads[place.load],
-                exact.get(target.name),
+                arm.exact,
                 attempt,
                 place if several else None,
                 fastest if interleave else None,
             )
-            facts = cell.round_facts()
-            book.begin_cell(name, {"target": target.name, "load": cell.load_facts(), **facts})
-            end = measure(cell, {**book.header({"too_long": effect}), **facts}, say, live, job.workers)
-            _stop_on_term()
+            end = one(cell, arm, book, say, live, job.workers)
             book.end_cell(name, end)
-            if end["turns_not_sent"]:
-                say(f"{name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
             if end["reason"] == "interrupted":
                 return Ended(interrupted=True)
             if end["reason"] == "target gone":
-                say(f"{target.name} no longer answers; what was measured is in {options.out}")
-                return Ended(gone=target.name)
+                say(f"{arm.target.name} no longer answers; what was measured is in {options.out}")
+                return Ended(gone=arm.target.name)
             if end["reason"].startswith("worker "):
                 say(f"{end['reason']}; what was measured is in {options.out}, --resume measures the rest")
                 return Ended(died=end["reason"])
-            if end["cut"] or end["counts"]["cancelled"]:  # last: whoever interrupts a run does not wait for its target
-                probe.settle(target, say)
+            settle(end, arm.target, say)
     return Ended()
+
+
+def read(job: Job, options: Options, say: Say) -> tuple[Trace, dict[str, prompts.Exact]]:
+    """The rows that every cell has, checked against what targets can be told; and the tokenizers of the targets."""
+    exact = {t.name: prompts.exact(t.tokenizer, token_ids=options.token_ids) for t in job.targets if t.tokenizer}
+    rows = _rows(job, options)
+    _check_sayable(job, options, rows)
+    for target in job.targets:
+        scrape.metrics_urls(target.metrics or options.metrics_url, target)  # refused now, not at the first cell
+    for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
+        say(f"trace: {note}")
+    return rows, exact
+
+
+def begin(
+    declared: Target, options: Options, rows: Trace, exact: prompts.Exact | None, say: Say, stack: ExitStack
+) -> Arm:
+    """Start a target where it is ours to start, until `stack` ends, and ask it what a measurement has to know."""
+    target = stack.enter_context(targets.running(declared, say, options.out / f"{declared.name}.log"))
+    found = probe.probe(target, say, options.ready_s, stream=options.stream, timeouts=options.timeouts)
+    for note in found.notes:
+        say(f"{target.name}: {note}")
+    requests, effect = selection.fit_context(rows.requests, found.max_model_len, options.too_long)
+    if effect:
+        say(f"{target.name}: {effect}")
+    return Arm(target, found, requests, effect, exact)
+
+
+def one(
+    cell: Cell, arm: Arm, book: Book, say: Say, live: Say, workers: int, watch: Watch | None = None
+) -> dict[str, Any]:
+    """Measure a cell, of which the book then knows that it has begun. Returns how it ended."""
+    facts = cell.round_facts()
+    book.begin_cell(cell.name, {"target": arm.target.name, "load": cell.load_facts(), **facts})
+    end = measure(cell, {**book.header({"too_long": arm.effect}), **facts}, say, live, workers, watch)
+    _stop_on_term()
+    if end["turns_not_sent"]:
+        say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
+    return end
+
+
+def settle(end: Mapping[str, Any], target: Target, say: Say) -> None:
+    """After a cell that cut requests. Last of all: whoever interrupts a run does not wait for its target."""
+    if end["cut"] or end["counts"]["cancelled"]:
+        probe.settle(target, say)
 
 
 def _check_arms(job: Job, options: Options) -> None:
@@ -246,7 +280,8 @@ def _check_sayable(job: Job, options: Options, rows: Trace) -> None:
             )
 
 
-def _asked(job: Job, options: Options, rows: Trace, loads: Sequence[Load]) -> dict[str, Any]:
+def asked(job: Job, options: Options, rows: Trace, loads: Sequence[Load]) -> dict[str, Any]:
+    """What of the command line run.json holds: a run is resumed only where it is the same."""
     trace_facts: dict[str, Any] = {"path": rows.path, "format": rows.format, "notes": rows.notes}
     trace_facts |= {"from_s": job.from_s, "to_s": job.to_s, "limit": job.limit, "dejitter": job.dejitter}
     trace_facts |= _file_facts(job.trace)
@@ -272,7 +307,7 @@ def _file_facts(path: Path) -> dict[str, Any]:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
 
 
-def _deciding(found: probe.Probe) -> dict[str, Any]:
+def deciding(found: probe.Probe) -> dict[str, Any]:
     """What of a probe's findings decides the work, and is the same at every probe of the same server."""
     asks = found.ask._asdict() | {"extra": dict(found.ask.extra)}
     return {"model": found.model, "max_model_len": found.max_model_len, "ask": asks}

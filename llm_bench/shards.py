@@ -118,6 +118,10 @@ class Board:
     def started(self) -> bool:
         return bool(self.common[_START_NS])
 
+    @property
+    def start_ns(self) -> int:
+        return int(self.common[_START_NS])
+
     def start(self, at_ns: int) -> None:
         self.common[_START_NS] = at_ns
 
@@ -190,8 +194,10 @@ class Outcome(NamedTuple):
     error: str = ""  # the text of the BenchError that it raised
 
 
-def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch: Callable[[], None]) -> list[Outcome]:
-    """Fork `workers` processes that each run body(number); `watch` is called every POLL_S. In the order of numbers.
+def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch: Callable[[], bool]) -> list[Outcome]:
+    """Fork `workers` processes that each run body(number), in the order of numbers.
+
+    `watch` is called every POLL_S; once it returns True the workers are told to end, with SIGTERM.
 
     A worker that dies, or raises BenchError, ends the others with SIGTERM, which they take as the end of the run; those
     that do not end within TERM_S are killed. SIGINT and SIGTERM of the parent are handed on in the same way, and a
@@ -240,7 +246,8 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
                 hand_on(signal.SIGKILL)
             if board.total("ready") == workers and not board.started and deadline_s == float("inf"):
                 board.start(time.monotonic_ns() + START_DELAY_NS)
-            watch()
+            if watch() and deadline_s == float("inf"):
+                stop(signal.SIGTERM, interrupted=False)
             time.sleep(POLL_S if board.started else 0.001)
     finally:
         hand_on(signal.SIGKILL)  # only where this process fails itself: else none is alive

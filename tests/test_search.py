@@ -183,6 +183,11 @@ def test_what_this_client_slowed_is_no_miss_of_the_target():
     assert "this client was the limit" in answer.points[1].why
 
 
+def test_a_slow_client_is_no_excuse_for_requests_that_fail():
+    failed = says(2, 0, 100, client_limited=True)._replace(evidence=(Counts(0, 100, 100), Counts(0, 100, 100)))
+    assert search.points(PLAN, [failed])[0].verdict == "MISSED"
+
+
 # ---- hostile targets
 
 
