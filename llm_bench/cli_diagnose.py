@@ -15,10 +15,9 @@ def diagnose(
 ) -> None:
     """Say where the time of each cell went, and what held it back.
 
-    Each finding stands with its evidence. How sure a finding is depends on what was seen: records alone, the server's
-    own account in its answers, its metrics
-    (run --metrics-url), its GPUs (run --gpu). What could not be judged is said, with what is missing; so is a cell in
-    which nothing was found.
+    Each finding stands with its evidence. How sure a finding is depends on what was seen: records alone, the
+    server's own account in its answers, its metrics (run --metrics-url), its GPUs (run --gpu). What could not be
+    judged is said, with what is missing; so is a cell in which nothing was found.
     """
     from llm_bench import diagnose_report, results
 

@@ -41,9 +41,9 @@ def gate(
 ) -> None:
     """Judge a candidate against a baseline, pair by pair.
 
-    Exit codes: PASS 0, FAIL 1, INCONCLUSIVE 3. The unit is the pair of runs, not the request; the test is exact sign
-    flips at 0.05, by Holm over all rules and
-    loads. Any doubt about a cell makes its tests INCONCLUSIVE. Too few pairs are refused (2).
+    Exit codes: PASS 0, FAIL 1, INCONCLUSIVE 3. The unit is the pair of runs, not the request; the test is exact
+    sign flips at 0.05, by Holm over all rules and loads. Any doubt about a cell makes its tests INCONCLUSIVE. Too
+    few pairs are refused (2).
     """
     from llm_bench import equal_arms, gate_report, objectives, pairing, rules
     from llm_bench import gate as gates

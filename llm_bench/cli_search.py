@@ -130,10 +130,10 @@ def search(
 ) -> None:
     """Find the highest load that meets an SLO, with its evidence.
 
-    The answer is a bracket. Doubles the load until a limit is missed, then halves the gap. A load that its requests leave undecided is asked
-    again, with as many again, until they decide it or the budget ends. An error rate under 1% is always part of the
-    SLO. Every cell is kept in the run's folder. Exit code 0: a bracket as narrow as asked for, or met at --max; 1:
-    missed at --min; 3: left open when the budget ended.
+    The answer is a bracket. Doubles the load until a limit is missed, then halves the gap. A load that its requests
+    leave undecided is asked again, with as many again, until they decide it or the budget ends. An error rate under
+    1% is always part of the SLO. Every cell is kept in the run's folder. Exit code 0: a bracket as narrow as asked
+    for, or met at --max; 1: missed at --min; 3: left open when the budget ended.
     """
     from llm_bench import search_report, search_run, selection
     from llm_bench import targets as known

@@ -248,7 +248,7 @@ def _samples(cell: Cell, window: Window, limit: Limit, agreed: Slo, got: slo.Att
     values = SERIES[limit.bound.series].of(cell, agreed.context(limit.of_class)).values[due_in(cell, window)]
     values = values[~np.isnan(values)]
     easy = limit.value / SPARE if limit.op[0] == "<" else limit.value * SPARE
-    if got.met == got.decided and bool(slo.WITHIN[limit.op](values, easy).all()):
+    if got.met + got.hidden == got.decided and bool(slo.WITHIN[limit.op](values, easy).all()):
         return float(got.decided)
     return min([got.ess, *(stats.ess(values, q) for q in DEPENDENCE if len(values))])
 

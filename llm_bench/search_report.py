@@ -1,6 +1,8 @@
 """What a search found, for a terminal, for Markdown, for programs; and the bracket so far, for whoever waits."""
 
 import json
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from llm_bench import grid
@@ -98,9 +100,19 @@ def text(results: Sequence[Result]) -> str:
     """For a terminal."""
     parts = []
     for r in results:
-        parts.append(f"{_title(r)}\n\n{grid.terminal(HEADINGS, _rows(r.answer, r.plan), left=(0, 1, 5))}\n")
-        parts += [f"  {line}\n" for line in remarks(r.answer, r.plan)]
-    return "".join([*parts, f"\n{LEGEND}\n"])
+        rows = [row[:-1] for row in _rows(r.answer, r.plan)]
+        parts.append(f"{_title(r)}\n\n{grid.terminal(HEADINGS[:-1], rows, left=(0, 1))}\n")
+        evidence = [f"{r.plan.label(p.load)}: {p.why}" for p in r.answer.points]
+        parts += [f"{_wrapped(line)}\n" for line in [*evidence, "", *remarks(r.answer, r.plan)]]
+    return "".join([*parts, f"\n{textwrap.fill(LEGEND, _width())}\n"])
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, _width(), initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+
+
+def _width() -> int:
+    return max(shutil.get_terminal_size((100, 24)).columns, 40)
 
 
 def markdown(results: Sequence[Result]) -> str:
