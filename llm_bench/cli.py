@@ -111,6 +111,8 @@ def report(
     if format != "parquet":
         reports.check_format(format)
     found = [results.load_run(path) for path in runs or [results.newest(Path("runs"))]]
+    if fail_on_slo and not all(run.agreed(asked.slo).limits for run in found):
+        raise BenchError("--fail-on-slo: no limit is given, nor kept with the run; give --slo, such as ttft_p95<800ms")
     if format == "parquet" and output is not None:
         parquet.write(found, asked, output)
     elif output is not None:
@@ -205,7 +207,8 @@ def selfcheck() -> None:
         console.print(table)
     terminal.show(shown.get() + check.LEGEND + check.summary(found, check.STEPS))
     if warning := check.busy({name: found[name] for name in check.FLOOR}, before["load_average"], before["cores"]):
-        say(warning)
+        say(f"{warning}; not kept")
+        raise typer.Exit(3)
     calibration.save({name: f._asdict() for name, f in found.items()}, check.ceiling(found))
     say(f"kept in {calibration.store()}")
 

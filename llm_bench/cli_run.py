@@ -197,6 +197,8 @@ def run(
     loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
     asked = results.Asked(report.parse_metrics(metrics), objectives.parse(slo, deadlines))
     report.check_format(format)
+    if fail_on_slo and not asked.slo.limits:
+        raise BenchError("--fail-on-slo: no limit is given; give --slo, such as ttft_p95<800ms")
     chosen = known.parse(targets, targets_file, given(context.params))
     limits = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
     if resume and out is None:
@@ -217,6 +219,7 @@ def run(
         limit=limit,
         dejitter=dejitter,
         alone_too=alone_too,
+        limited=sorted({limit.of_class for limit in asked.slo.limits} - {""}),
         workers=crew,
         resume=resume,
     )

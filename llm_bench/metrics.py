@@ -180,8 +180,10 @@ NO_LIMITS = "no limits were given: --slo"
 def _slo_attainment(cell: Cell, window: Window, ctx: Context) -> float | str:
     if not ctx.limits:
         return NO_LIMITS
-    share = slo.attainment(cell, window, ctx.limits, ctx).share
-    return "no request was due in the window" if share is None else share
+    got = slo.attainment(cell, window, ctx.limits, ctx)
+    if got.share is not None:
+        return got.share
+    return f"of all {got.undecided:,} requests it is not known" if got.undecided else "no request was due in the window"
 
 
 def _goodput(cell: Cell, window: Window, ctx: Context) -> float | str:
@@ -256,7 +258,8 @@ class Value:
     @property
     def few(self) -> bool:
         """A percentile of so few samples that it says what the largest say."""
-        return self.ess is not None and stats.among_largest(QUANTILES[parse(self.name).reducer], self.n)
+        q = QUANTILES.get(parse(self.name).reducer)
+        return q is not None and self.ess is not None and stats.among_largest(q, self.n)
 
 
 def names() -> list[str]:
@@ -371,7 +374,13 @@ def _figure(metric: Metric, row: Whole, cell: Cell, window: Window, context: Con
     labels = _estimates(cell, outcome_in(cell, *row.tokens_of)) if row.tokens_of else ()
     if isinstance(value, str):
         return Value(metric.name, row.unit, None, int(due.sum()), value, labels)
-    return Value(metric.name, row.unit, value, int(due.sum()), "", (*labels, *_unbounded(metric.name, window)))
+    labels = (*labels, *_unbounded(metric.name, window))
+    if metric.name != "slo_attainment":
+        return Value(metric.name, row.unit, value, int(due.sum()), "", labels)
+    got = slo.attainment(cell, window, context.limits, context)
+    if got.undecided and got.lower is not None and got.upper is not None:
+        labels += (f"{got.lower:.2%} to {got.upper:.2%}, as {got.undecided:,} undecided ones missed or met",)
+    return Value(metric.name, row.unit, value, got.decided, "", labels, ess=got.ess, interval=got.interval)
 
 
 def _unbounded(name: str, window: Window) -> tuple[str, ...]:

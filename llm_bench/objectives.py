@@ -21,6 +21,7 @@ from llm_bench.stats import Interval
 from llm_bench.windows import Window
 
 Verdict = Literal["MET", "MISSED", "UNDECIDED"]
+OF_LIMITS = ("slo_attainment", "goodput")  # what they count is requests that met the other limits
 SECTIONS = 10  # of a window, for the interval of a figure that has one value a cell: t9 of their spread (METRICS.md)
 
 # MLPerf Inference's server scenarios: p99 of TTFT and of TPOT, ms (mlcommons/inference_policies, by model).
@@ -50,6 +51,7 @@ _UNITS: dict[str, dict[str, float]] = {
     "tokens": {"": 1.0, "tokens": 1.0},
     "Mbit/s": {"": 1.0, "Mbit/s": 1.0},
 }
+_EXAMPLES = {"ms": "800ms or 0.8s", "ms/token": "50ms", "share": "1%"}
 _LIMIT = re.compile(r"(?:(?P<of>[^<>=:]+):)?(?P<name>[a-z0-9_]+)\s*(?P<op><=|>=|<|>)\s*(?P<value>[^\s<>=]+)\s*", re.A)
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*(.*)", re.A | re.S)
 
@@ -71,7 +73,7 @@ class Limit(NamedTuple):
     @property
     def bound(self) -> Bound | None:
         """Its per-request part."""
-        return Bound(self.metric.of, self.op, self.value) if self.share is not None else None
+        return Bound(self.metric.of, self.op, self.value, self.of_class) if self.share is not None else None
 
 
 class Judged(NamedTuple):
@@ -95,7 +97,7 @@ class Slo(NamedTuple):
 
     def context(self, of_class: str = "") -> Context:
         """What metrics of all requests, or of those of one class, need of it."""
-        mine = (limit.bound for limit in self.limits if limit.of_class in ("", of_class))
+        mine = (limit.bound for limit in self.limits if not of_class or limit.of_class in ("", of_class))
         return Context(tuple(dict.fromkeys(b for b in mine if b is not None)), self.deadlines)
 
     @property
@@ -116,7 +118,12 @@ def parse(text: str, deadlines: str = "") -> Slo:
     """
     limits: list[Limit] = []
     for part in filter(None, (p.strip() for p in text.split(","))):
+        if re.fullmatch(r"[\w.-]+", part) and part not in PRESETS:
+            raise BenchError(f"--slo {part!r}: a limit such as ttft_p95<800ms, or a preset: {', '.join(PRESETS)}")
         limits += [_limit(p) for p in PRESETS.get(part, part).split(",")]
+    of_all = [limit.metric.name for limit in limits if limit.metric.name in OF_LIMITS]
+    if of_all and not any(limit.bound for limit in limits):
+        raise BenchError(f"--slo: {of_all[0]} counts requests within limits, expected one too, such as ttft_p95<800ms")
     named = [(limit.of_class, limit.metric.name, limit.op[0]) for limit in limits]
     for limit, name in zip(limits, named, strict=True):
         if named.count(name) > 1:
@@ -145,7 +152,7 @@ def _limit(text: str) -> Limit:
 def _quantity(text: str, unit: str, where: str) -> float:
     """A number with its unit, in `unit`."""
     match, known = _NUMBER.fullmatch(text), _UNITS[unit]
-    right = " or ".join(f"{example}{name}" for example, name in zip(("800", "0.8", "50"), known, strict=False))
+    right = _EXAMPLES.get(unit, "50")
     if match is None:
         raise BenchError(f"{where}: {text!r} is no number, expected one such as {right}")
     number, suffix = float(match[1]), match[2].strip()
@@ -185,7 +192,9 @@ def judge(cell: Cell, window: Window, agreed: Slo, *, client_limited: bool = Fal
 
     `client_limited`: latencies are upper bounds and throughput a lower one, so that no limit can be called missed.
     """
-    return [_judge(cell, window, limit, agreed, client_limited) for limit in agreed.limits]
+    alone = (cell.header.get("load") or {}).get("class_alone") or ""  # the limits of other classes say nothing of it
+    mine = (limit for limit in agreed.limits if not alone or limit.of_class in ("", alone))
+    return [_judge(cell, window, limit, agreed, client_limited) for limit in mine]
 
 
 def of_class(cell: Cell, name: str) -> Cell:
@@ -206,23 +215,24 @@ def _share(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo) 
     assert limit.share is not None
     got = slo.attainment(cell, window, [limit.bound], agreed.context(limit.of_class))
     if got.share is None or not got.ess:
-        return Judged(
-            limit, "UNDECIDED", "no request that decides it was due in the window", value, None, None, None, 0
-        )
+        none = "no request that decides it was due in the window"
+        if got.hidden:
+            none += f"; of {got.hidden:,} it is hidden (burst delivery or several choices)"
+        return Judged(limit, "UNDECIDED", none, value, None, None, None, 0)
     open_ = got.decided + got.undecided
     low = stats.wilson(got.met / open_ * got.ess, got.ess).low
-    high = stats.wilson((got.met + got.undecided + got.hidden) / open_ * got.ess, got.ess).high
+    high = stats.wilson((got.met + got.undecided) / open_ * got.ess, got.ess).high
     verdict: Verdict = "MET" if low >= limit.share else "MISSED" if high < limit.share else "UNDECIDED"
     op = limit.text.index(limit.op)
     why = (
         f"{got.met:,} of {got.decided:,} met {limit.bound.series}{limit.text[op:]}: {got.share:.2%}, "
         f"95% interval {low:.2%} to {high:.2%} (ESS {got.ess:.0f}), {100 * limit.share:.4g}% asked"
     )
-    if got.undecided:
-        why += f"; {got.undecided:,} cut ones are undecided"
+    if cut := got.undecided - got.hidden:
+        why += f"; {cut:,} cut ones are undecided"
     if got.hidden:
         why += f"; of {got.hidden:,} it is hidden (burst delivery or several choices)"
-    if verdict == "UNDECIDED" and not (got.undecided or got.hidden):
+    if verdict == "UNDECIDED" and not got.undecided:
         why += f"; {_more(got.share, limit.share, got.ess, got.decided)}"
     return Judged(limit, verdict, why, value, got.share, low, high, got.decided)
 
@@ -244,11 +254,13 @@ def _figure(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo)
     within = slo.WITHIN[limit.op]
     shown = _shown(value.value, value.unit)
     if limit.metric.reducer in ("max", "min"):
+        lost = int((due_in(cell, window) & outcome_in(cell, "failed", "dropped")).sum())
+        why = f"{shown}, of the {value.n:,} requests measured"
+        if lost and limit.metric.better == "lower":  # a failure ranks above every latency
+            return Judged(limit, "MISSED", f"{lost:,} failed or were dropped; {why}", value, None, None, None, value.n)
         verdict: Verdict = "MET" if within(np.array(value.value), limit.value) else "MISSED"
-        return Judged(
-            limit, verdict, f"{shown}, of the {value.n:,} requests measured", value, None, None, None, value.n
-        )
-    spread = _SHARES[limit.metric.name](cell, window) if limit.metric.name in _SHARES else None
+        return Judged(limit, verdict, why, value, None, None, None, value.n)
+    spread = _SHARES[limit.metric.name](cell, window) if limit.metric.name in _SHARES else value.interval
     n = value.n
     if spread is None:
         parts = _sections(cell, window, limit, agreed)
@@ -260,6 +272,8 @@ def _figure(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo)
     sides = [bool(within(np.array(edge), limit.value)) for edge in spread]
     verdict = "MET" if all(sides) else "UNDECIDED" if any(sides) else "MISSED"
     why = f"{shown}, 95% interval {_shown(spread.low, value.unit)} to {_shown(spread.high, value.unit)}"
+    if verdict == "UNDECIDED" and limit.metric.name in _SHARES:
+        why += f"; {_more(value.value, limit.value, float(n), n)}"
     return Judged(limit, verdict, why, value, None, spread.low, spread.high, n)
 
 
@@ -277,11 +291,11 @@ def _sections(cell: Cell, window: Window, limit: Limit, agreed: Slo) -> np.ndarr
     return None if None in found else np.array(found, float)
 
 
-def _counted(part: Sequence[str], of: Sequence[str]) -> Callable[[Cell, Window], Interval | None]:
+def _counted(name: str, part: Sequence[str], of: Sequence[str]) -> Callable[[Cell, Window], Interval | None]:
     def interval(cell: Cell, window: Window) -> Interval | None:
         """Wilson on the effective number of requests: those of one burst fail together."""
         rows = due_in(cell, window) & (outcome_in(cell, *of) if of else True)
-        hits = outcome_in(cell, *part)[rows]
+        hits = cell.among(name, *part)[rows]
         if not len(hits):
             return None
         share = float(hits.mean())
@@ -292,9 +306,10 @@ def _counted(part: Sequence[str], of: Sequence[str]) -> Callable[[Cell, Window],
 
 
 _SHARES: Mapping[str, Callable[[Cell, Window], Interval | None]] = {
-    "error_rate": _counted(["failed"], ["ok", "failed"]),
-    "cancel_rate": _counted(["cancelled"], []),
-    "drop_rate": _counted(["dropped"], []),
+    "error_rate": _counted("outcome", ["failed"], ["ok", "failed"]),
+    "first_attempt_success": _counted("first_attempt", ["ok"], ["ok", "failed"]),
+    "cancel_rate": _counted("outcome", ["cancelled"], []),
+    "drop_rate": _counted("outcome", ["dropped"], []),
 }
 
 

@@ -39,6 +39,7 @@ class Job:
     to_s: float | None = None  # and before this
     limit: int | None = None  # rows of the trace at most, in whole conversations
     dejitter: str = "auto"  # a mode of ticks.dejitter
+    limited: Sequence[str] = ()  # classes that limits of the SLO are of
     alone_too: bool = False  # of a mixed trace, each class alone beside the mix
     workers: int = 1  # processes that share each cell; 0: as many as the load seems to need
     resume: bool = False  # finish the run in the folder
@@ -141,6 +142,10 @@ def read(job: Job, options: Options, say: Say) -> tuple[Trace, dict[str, prompts
     exact = {t.name: prompts.exact(t.tokenizer, token_ids=options.token_ids) for t in job.targets if t.tokenizer}
     rows = _rows(job, options)
     _check_sayable(job, options, rows)
+    there = sorted({request.request_class for request in rows.requests} - {""})
+    for name in job.limited:
+        if name not in there:
+            raise BenchError(f"--slo: a limit of class {name!r}; the trace has {', '.join(there) or 'no classes'}")
     for target in job.targets:
         scrape.metrics_urls(target.metrics or options.metrics_url, target)  # refused now, not at the first cell
     for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:

@@ -216,8 +216,7 @@ def _evidence(cell: Cell, window: Window, limit: Limit, agreed: Slo) -> Evidence
         if not got.decided + got.undecided:
             return Unknown("no request that decides it was due in the window")
         samples = _samples(cell, window, limit, agreed, got)
-        # Of hidden ones it is not known whether they met it: they are taken out of what was decided.
-        return Counts(got.met, got.decided - got.hidden, samples, got.undecided + got.hidden)
+        return Counts(got.met, got.decided, samples, got.undecided)
     if limit.metric.name == "error_rate":
         rows = due_in(cell, window) & outcome_in(cell, "ok", "failed")
         ok = outcome_in(cell, "ok")[rows]
@@ -248,7 +247,7 @@ def _samples(cell: Cell, window: Window, limit: Limit, agreed: Slo, got: slo.Att
     values = SERIES[limit.bound.series].of(cell, agreed.context(limit.of_class)).values[due_in(cell, window)]
     values = values[~np.isnan(values)]
     easy = limit.value / SPARE if limit.op[0] == "<" else limit.value * SPARE
-    if got.met + got.hidden == got.decided and bool(slo.WITHIN[limit.op](values, easy).all()):
+    if got.met == got.decided and bool(slo.WITHIN[limit.op](values, easy).all()):
         return float(got.decided)
     return min([got.ess, *(stats.ess(values, q) for q in DEPENDENCE if len(values))])
 

@@ -16,6 +16,7 @@ class Bound(NamedTuple):
     series: str
     op: Literal["<", "<=", ">", ">="]
     value: float
+    of_class: str = ""  # it binds the requests of this class alone; "": all
 
 
 @dataclass(frozen=True, slots=True)

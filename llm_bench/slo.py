@@ -17,53 +17,53 @@ class Attainment(NamedTuple):
 
     met: int
     decided: int  # ok + failed + dropped + those cut requests whose stamps or age already break a limit
-    undecided: int  # other cut requests
+    undecided: int  # other cut requests, and the hidden ones
     share: float | None  # met / decided
     lower: float | None  # were all undecided to miss
     upper: float | None  # were all undecided to meet
     interval: stats.Interval | None  # Wilson on the effective sample size
     each: Mapping[Bound, tuple[int, int]]  # limit -> met, of those it applies to; a failure misses each
-    hidden: int = 0  # of decided: not met only since burst delivery or several choices hide whether they were
+    hidden: int = 0  # of undecided: burst delivery or several choices hide whether they met it
     ess: float = 0.0  # of the interval
 
 
 def attainment(cell: Cell, window: Window, limits: Sequence[Bound], context: Context = NOTHING) -> Attainment:
     """Requests due in the window against per-request limits, all of which each has to meet.
 
-    A limit that does not apply is met, unless there is such a figure that is hidden (burst delivery, several choices):
-    then it is not. Raises BenchError for an unknown series.
+    A limit that does not apply is met. Where there is such a figure and it is hidden (burst delivery, several choices)
+    the request is undecided, unless it breaks another limit. Raises BenchError for an unknown series.
     """
     rows = due_in(cell, window)
     ok, cut = rows & outcome_in(cell, "ok"), rows & outcome_in(cell, "cut_at_end")
     lost = rows & outcome_in(cell, "failed", "dropped")
     met, broken, each, least_ess = ok.copy(), np.zeros(cell.n, bool), {}, np.inf
-    veiled, open_to = np.zeros(cell.n, bool), ok.copy()  # what hides; what would meet all limits but for that
+    could = ok.copy()  # meet all limits, were what is hidden to meet them
     for bound in limits:
         column = _per_request(cell, bound.series, context)
         values = column.values
         hidden = np.logical_or.reduce([column.why.get(reason, np.zeros(cell.n, bool)) for reason in HIDDEN])
         applies = ~np.isnan(values) | (hidden & (cell["tokens_out"] >= 2))
+        bound_by = cell.among("request_class", bound.of_class) if bound.of_class else np.ones(cell.n, bool)
+        applies &= bound_by
         fine = np.asarray(WITHIN[bound.op](values, bound.value))
         met &= fine | ~applies
-        unknown = np.isnan(values) & applies
-        veiled |= unknown
-        open_to &= fine | ~applies | unknown
-        each[bound] = (int((ok & fine).sum()), int((ok & applies).sum() + lost.sum()))
+        could &= fine | np.isnan(values) | ~bound_by
+        each[bound] = (int((ok & fine & bound_by).sum()), int((ok & applies).sum() + (lost & bound_by).sum()))
         least = _censored(cell, bound.series, values)
-        broken |= cut & ~np.isnan(least) & ~WITHIN[bound.op](least, bound.value)
+        broken |= cut & bound_by & ~np.isnan(least) & ~WITHIN[bound.op](least, bound.value)
         if (ok & ~np.isnan(values)).any():
             least_ess = min(least_ess, stats.ess(values[ok & ~np.isnan(values)], 0.95))
-    judged = ok | lost | broken
-    k, n, open_ = int(met.sum()), int(judged.sum()), int((cut & ~broken).sum())
+    hidden_ = could & ~met
+    judged = (ok & ~hidden_) | lost | broken
+    k, n, open_ = int(met.sum()), int(judged.sum()), int((cut & ~broken).sum()) + int(hidden_.sum())
     if not n + open_:
         return Attainment(0, 0, 0, None, None, None, None, each)
     share = k / n if n else None
     if share is not None and 0 < share < 1:
         least_ess = stats.ess_of(met[judged], share * (1 - share))
     interval = stats.wilson(share * min(least_ess, n), min(least_ess, n)) if share is not None else None
-    hidden_only = int((judged & open_to & veiled).sum())
     lower, upper = k / (n + open_), (k + open_) / (n + open_)
-    return Attainment(k, n, open_, share, lower, upper, interval, each, hidden_only, float(min(least_ess, n)))
+    return Attainment(k, n, open_, share, lower, upper, interval, each, int(hidden_.sum()), float(min(least_ess, n)))
 
 
 def _per_request(cell: Cell, name: str, context: Context) -> Column:

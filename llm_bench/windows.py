@@ -216,7 +216,8 @@ def _settled(cell: Cell, window: Window) -> Window:
         early_ms, rest_ms = float(early.mean()), float(rest.mean())
         if abs(early_ms - rest_ms) > APART * error:
             settling = Settling(start.cut, len(latency_ms), warmup, start.too_short, early_ms, rest_ms)
-    found = f"a warm-up of {warmup} of {len(latency_ms)} requests is enough (MSER-5)"
+    found = f"a warm-up of {warmup} of {len(latency_ms)} requests is enough"
+    found += f" (MSER-5 would take {start.cut}, which changes little)" if start.cut > warmup else " (MSER-5)"
     if settling:
         found = f"steady state begins after {settling.after} of {len(latency_ms)} requests (MSER-5)"
     state = STATIONARY if settling is None else TOO_SHORT if settling.half else WARMING

@@ -152,9 +152,12 @@ def test_a_cut_request_that_already_broke_a_limit_is_decided() -> None:
     assert attainment(c, ALL, bounds(e2e=1000))[:3] == (1, 1, 2)
 
 
-def test_a_figure_that_burst_delivery_hid_is_not_met() -> None:
+def test_a_figure_that_burst_delivery_hid_is_neither_met_nor_missed() -> None:
     c = cell([record(0, events=[10, 10, 10]), record(1, events=[10])])
-    assert attainment(c, ALL, bounds(tpot=1000))[:3] == (1, 2, 0)
+    got = attainment(c, ALL, bounds(tpot=1000))
+    assert got[:3] == (1, 1, 1)
+    assert (got.lower, got.upper, got.hidden) == (0.5, 1.0, 1)
+    assert attainment(c, ALL, bounds(tpot=1000, ttft=9))[:3] == (0, 2, 0)  # late all the same
     assert compute("tpot_mean", c, ALL).not_applicable == {"under 2 tokens": 1, "one distinct event stamp": 1}
 
 

@@ -58,13 +58,16 @@ def test_a_limit_is_a_metric_a_direction_and_a_value_with_its_unit(text, bound):
     ("ttft_p95<0.8", "a number without its unit, expected 800ms or 0.8s"),
     ("ttft_p95<800", "a number without its unit"),
     ("ttft_p95<800tokens/s", "the unit 'tokens/s', expected 800ms"),
-    ("error_rate<1", "a number without its unit, expected 800%"),
+    ("error_rate<1", "a number without its unit, expected 1%"),
     ("error_rate<101%", "more than it can be"),
     ("tokens_per_second>1000ms", "the unit 'ms'"),
     ("ttft_p95>800ms", "lower is better, expected < or <="),
     ("tokens_per_second<1000", "higher is better, expected > or >="),
     ("ttft_p95=800ms", "expected [class:]metric<value"),
-    ("ttft_p95", "expected [class:]metric<value"),
+    ("ttft_p95", "a limit such as ttft_p95<800ms, or a preset: mlperf-llama2-70b"),
+    ("mlperf-llama3", "or a preset: mlperf-llama2-70b"),
+    ("goodput>1", "counts requests within limits, expected one too, such as ttft_p95<800ms"),
+    ("slo_attainment>=99%,error_rate<1%", "counts requests within limits"),
     ("ttft<800ms", "a series needs a reducer: ttft_p95"),
     ("tftf_p95<800ms", "nearest: ttft_p95"),
     ("ttft_std<8ms", "a spread has no limit"),
@@ -147,7 +150,7 @@ def test_cut_requests_are_met_for_the_upper_bound_and_missed_for_the_lower():
 def test_a_limit_on_what_burst_delivery_hid_is_neither_met_nor_missed():
     c = cell([record(i, 10 * i, events=[10 * i + 5] * 3) for i in range(500)])
     (found,) = judge(c, ALL, parse("tpot_p95<50ms"))
-    assert (found.verdict, found.attained) == ("UNDECIDED", 0.0)
+    assert (found.verdict, found.attained) == ("UNDECIDED", None)
     assert "of 500 it is hidden" in found.why
     assert attainment(c, ALL, [Bound("tpot", "<", 50.0)]).hidden == 500
     assert attainment(c, ALL, [Bound("tpot", "<", 50.0), Bound("ttft", "<", 1.0)]).hidden == 0  # missed all the same
@@ -245,3 +248,45 @@ def test_a_class_alone_is_the_cell_of_its_rows_alone(names, random):
         assert mine.counts.tolist() == alone.counts.tolist()
         assert (mine.first_ns.tolist(), mine.last_ns.tolist()) == (alone.first_ns.tolist(), alone.last_ns.tolist())
         assert mine.labelled("x").tolist() == alone.labelled("x").tolist()
+
+
+def test_a_maximum_is_missed_where_a_request_failed():
+    (found,) = judge(spread(1000, 0, failed=2), Window(ns(0), ns(2e6), 0, 0, ""), parse("ttft_max<=100ms"))
+    assert (found.verdict, found.why) == ("MISSED", "2 failed or were dropped; 100 ms, of the 1,000 requests measured")
+
+
+def test_a_limit_on_attainment_is_judged_by_its_own_interval_and_not_by_equal_tenths() -> None:
+    half = cell([record(i, 10 * i, events=[10 * i + (50 if i % 2 else 500)]) for i in range(1000)])
+    w = Window(ns(0), ns(10_000), 0, 0, "")
+    first, second = judge(half, w, parse("ttft_p50<100ms,slo_attainment>=50%"))
+    assert (first.verdict, second.verdict) == ("UNDECIDED", "UNDECIDED")
+    assert (second.low, second.high) == pytest.approx((first.low, first.high))
+    assert verdicts(half, "ttft_p50<100ms,slo_attainment>=40%", w)[1] == "MET"
+    few = cell([record(i, 10 * i, events=[10 * i + 5.0]) for i in range(60)])
+    w = Window(ns(0), ns(600), 0, 0, "")
+    assert (
+        verdicts(few, "ttft_p50<100ms,slo_attainment>=99.9%,first_attempt_success>=99.9%", w)[1:] == ["UNDECIDED"] * 2
+    )
+
+
+def test_attainment_of_all_requests_holds_each_class_to_its_own_limits() -> None:
+    rows = [record(i, i, events=[i + 50.0], request_class="ab"[i % 2]) for i in range(100)]
+    agreed = parse("ttft_p95<1s,b:ttft_p95<10ms")
+    got = attainment(cell(rows), ALL, agreed.context().limits)
+    assert (got.met, got.decided) == (50, 100)
+    assert list(got.each.values()) == [(100, 100), (0, 50)]
+    assert attainment(objectives.of_class(cell(rows), "a"), ALL, agreed.context("a").limits).met == 50
+    assert attainment(objectives.of_class(cell(rows), "b"), ALL, agreed.context("b").limits).met == 0
+
+
+def test_a_class_measured_alone_is_not_held_to_the_limits_of_another() -> None:
+    rows = [record(i, i, events=[i + 50.0], request_class="a") for i in range(1000)]
+    alone = cell(rows, load={"kind": "open", "rate": 5.0, "warmup": 0.0, "class_alone": "a"})
+    found = judge(alone, ALL, parse("a:ttft_p95<1s,b:ttft_p95<1s,ttft_p95<2s"))
+    assert [(j.limit.of_class, j.verdict) for j in found] == [("a", "MET"), ("", "MET")]
+
+
+def test_an_undecided_share_says_how_many_requests_would_decide_it() -> None:
+    rows = [record(i, i, events=[i + 5.0]) for i in range(100)]
+    (found,) = judge(cell(rows), Window(ns(0), ns(100), 0, 0, ""), parse("error_rate<1%"))
+    assert found.why == "0.00%, 95% interval 0.00% to 3.70%; about 400 requests would decide it"

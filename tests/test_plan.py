@@ -25,6 +25,14 @@ def test_burstiness_is_the_gamma_shape_of_the_gaps(burstiness, cv):
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.03)
 
 
+@pytest.mark.parametrize("burstiness", [0.1, 1.0, 9.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rate_is_the_one_that_was_asked_for(burstiness, seed):
+    due = plan.arrivals(200, 10.0, burstiness, seed)
+    assert due[-1] == pytest.approx(19.9e9, abs=2)
+    assert (np.diff(due) >= 0).all()
+
+
 def test_arrivals_are_a_function_of_the_seed():
     assert (plan.arrivals(50, 3.0, 1.0, 7) == plan.arrivals(50, 3.0, 1.0, 7)).all()
     assert (plan.arrivals(50, 3.0, 1.0, 7) != plan.arrivals(50, 3.0, 1.0, 8)).any()

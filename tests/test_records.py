@@ -2,6 +2,8 @@
 
 import math
 import resource
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -315,3 +317,41 @@ def test_labels_and_words_are_found_without_reading_them_all(tmp_path: Path) -> 
         [],
         [],
     )
+
+
+FLIPS = """
+import random, sys
+from pathlib import Path
+from llm_bench import report, results
+from llm_bench.errors import BenchError
+whole, draw, read = Path(sys.argv[1]), random.Random(int(sys.argv[2])), 0
+data, folder = (whole / "000-a.arrow").read_bytes(), whole.parent / "flipped"
+folder.mkdir()
+for _ in range(int(sys.argv[3])):
+    flipped = bytearray(data)
+    for _ in range(draw.choice((1, 4, 20))):
+        flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    (folder / "000-a.arrow").write_bytes(flipped)
+    try:
+        report.render([results.load_run(folder)], results.Asked(["ttft_p95", "error_rate", "itl_p50"]), "json")
+        read += 1
+    except BenchError as e:
+        assert str(e)
+print(read)
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_file_with_flipped_bits_is_read_or_refused_and_never_ends_the_process(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "run").mkdir()
+    rows = [record(i, 10 * i, events=[10 * i + k for k in range(1, 6)]) for i in range(40)]
+    write(tmp_path / "run" / "000-a.arrow", [*rows, record(40, 400, outcome="failed", error="naïve – 忙")], each=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FLIPS, str(tmp_path / "run"), str(seed), "60"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 5

