@@ -107,7 +107,9 @@ def _too_short(f: Facts) -> Finding | None:
     least = windows.LEAST_WAVES * slots if slots else windows.LEAST_OPEN
     found = f"{f.window.requests} requests in the window, at least {least} are needed"
     effect = EITHER_WAY
-    if f.window.settling:
+    if not f.ok.any():
+        found = "no ok request was due in the window: its latencies are of nothing"
+    elif f.window.settling:
         found = f"{_begins(f.window.settling)}: what is left is too little to tell how much later"
     elif f.window.requests >= least:
         found = f"the first requests took longer than the {f.window.seconds:.1f} s of the window: load was still rising"
@@ -240,6 +242,9 @@ def _prompt_tokens(f: Facts) -> Finding | None:
     return Finding(found, effect, "Give --tokenizer, so that prompts are sized exactly")
 
 
+MAX_REPEATED = 0.01  # of the prompts: traces have a few of one word, which can be told apart by no salt
+
+
 def _repeated(f: Facts) -> Finding | None:
     """The same bodies sent twice to one server: a prefix cache answers the second."""
     if _sharing_planned(f):
@@ -251,7 +256,7 @@ def _repeated(f: Facts) -> Finding | None:
         c for c in f.siblings if c.n and c["due_ns"][0] < began and (c.header.get("target") or {}).get("url") == url
     ]
     across = int(np.isin(mine, np.concatenate([_hashes(c) for c in earlier])).sum()) if earlier else 0
-    if not within and not across:
+    if within + across <= MAX_REPEATED * len(mine):
         return None
     found = f"{within} within the cell and {across} of an earlier cell of the run: a prefix cache makes them faster"
     return Finding(found, TOO_LOW, "Use a trace with distinct ones")

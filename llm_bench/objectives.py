@@ -317,7 +317,8 @@ def _reserve(found: Judged, cell: Cell, window: Window, client_limited: bool) ->
     """What a cell's state takes from a verdict."""
     better = SERIES[found.limit.metric.of].better if found.limit.metric.reducer else WHOLE[found.limit.metric.of].better
     reserve = ""
-    if not window.opened or window.state == windows.TOO_SHORT:
+    none_ok = not (due_in(cell, window) & outcome_in(cell, "ok")).any()
+    if (not window.opened or window.state == windows.TOO_SHORT) and not (none_ok and found.verdict == "MISSED"):
         reserve = "the window is too short" if window.opened else "the window never opened"
     elif window.state == windows.GROWING and found.verdict == "MET":
         reserve = f"the backlog grows by {window.growth:.3g}/s: a longer run would be slower"

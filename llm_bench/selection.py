@@ -162,11 +162,16 @@ def _ceil(tokens: int, by: Fraction) -> int:
     return -(-tokens * by.numerator // by.denominator)
 
 
+SERVER_BLOCK = 16  # tokens: of vLLM's prefix cache, and of the reference engine's
+
+
 def in_words(requests: Sequence[Request], by: Fraction) -> str:
     """What `scaled` did by the factor that it gave, to requests as they were."""
     sizes = {r.block_size for r in requests if r.hash_ids}
+    small = [int(size * by) for size in sizes if int(size * by) < SERVER_BLOCK]
+    loses = f" (a server whose cache has blocks of {SERVER_BLOCK} finds less sharing in them)" if small else ""
     blocks = "".join(f"; hash blocks of {size} tokens became blocks of {int(size * by)}" for size in sorted(sizes))
-    return f"all lengths of the trace were multiplied by {float(by):.6g}{blocks}"
+    return f"all lengths of the trace were multiplied by {float(by):.6g}{blocks}{loses}"
 
 
 def fit_context(requests: Sequence[Request], limit: int | None, policy: str) -> tuple[list[Request], str]:

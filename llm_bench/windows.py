@@ -209,6 +209,8 @@ def _settled(cell: Cell, window: Window) -> Window:
     """
     rows = cell.among("outcome", "ok") & (cell["due_ns"] < window.end_ns)
     latency_ms, warmup = e2e_ms(cell)[rows], int((cell["due_ns"][rows] < window.start_ns).sum())
+    if not (rows & (cell["due_ns"] >= window.start_ns)).any():
+        return replace(window, state=TOO_SHORT, evidence="no ok request was due in it")
     start, settling = steady.mser5(latency_ms, warmup), None
     if start.late:
         early, rest = latency_ms[warmup : start.cut], latency_ms[start.cut :]

@@ -33,12 +33,35 @@ def commands() -> str:
 
 
 def options() -> str:
-    rows = ["| option of `run` | meaning | default |", "|---|---|---|"]
-    for option in COMMANDS["run"].params:
+    return _options("run")
+
+
+def _options(command: str) -> str:
+    rows = [f"| option of `{command}` | meaning | default |", "|---|---|---|"]
+    for option in COMMANDS[command].params:
         if option.name != "help":
             default = "" if option.default in (None, "", False) or callable(option.default) else f"{option.default}"
-            rows.append(f"| `{option.opts[0]}` | {option.help} | {default} |")
+            name = option.opts[0] if option.opts[0].startswith("-") else option.opts[0].upper()
+            rows.append(f"| `{name}` | {_cell(option.help)} | {default} |")
     return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def other_options() -> str:
+    """Of every other command that has some."""
+    others = [name for name, command in COMMANDS.items() if name != "run" and len(command.params) > 1]
+    return "\n\n".join(f"### {name}\n{_options(name)}" for name in others)
+
+
+def presets() -> str:
+    from llm_bench.objectives import PRESETS
+
+    return "\n".join(
+        ["| preset of `--slo` | limits |", "|---|---|"] + [f"| `{n}` | `{t}` |" for n, t in PRESETS.items()]
+    )
 
 
 def dialects() -> str:
@@ -67,7 +90,7 @@ def metrics() -> str:
     return "\n".join(rows)
 
 
-BLOCKS = {f.__name__: f for f in (commands, options, dialects, formats, metrics)}
+BLOCKS = {f.__name__: f for f in (commands, options, other_options, presets, dialects, formats, metrics)}
 
 
 def generate(text: str) -> str:

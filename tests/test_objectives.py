@@ -290,3 +290,11 @@ def test_an_undecided_share_says_how_many_requests_would_decide_it() -> None:
     rows = [record(i, i, events=[i + 5.0]) for i in range(100)]
     (found,) = judge(cell(rows), Window(ns(0), ns(100), 0, 0, ""), parse("error_rate<1%"))
     assert found.why == "0.00%, 95% interval 0.00% to 3.70%; about 400 requests would decide it"
+
+
+def test_where_nothing_went_well_a_limit_is_missed_however_short_the_window():
+    rows = [record(i, 10 * i, end=10 * i + 1, outcome="failed") for i in range(40)]
+    c = cell(rows)
+    w = windows.of(c)
+    assert (w.state, w.evidence) == (windows.TOO_SHORT, "no ok request was due in it")
+    assert verdicts(c, "error_rate<1%,ttft_p95<1s", w) == ["MISSED", "MISSED"]
