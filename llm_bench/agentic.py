@@ -368,6 +368,7 @@ AGENTIC: dict[str, Format] = {
         rows=bounded(_weka_rows),
         unit="s",
         note="calls below an agent and of shortened contexts begin at their recorded times, their shared blocks kept",
+        opens_anew=True,
     ),
     "tracelab": Format(
         about="JSONL of TraceLab's rounds: session_id, round_index, input_tokens_total, timing_events",
@@ -376,6 +377,7 @@ AGENTIC: dict[str, Format] = {
         rows=bounded(_tracelab_rows),
         unit=DATE_TIME,
         note="a shortened context is a conversation of its own; what it shares with the one before is not modelled",
+        opens_anew=True,
     ),
     "otel": Format(
         about="JSON or JSONL of OpenTelemetry's gen_ai spans: resourceSpans, or trace_id and spans",
@@ -384,5 +386,6 @@ AGENTIC: dict[str, Format] = {
         rows=bounded(_otel_rows),
         unit=DATE_TIME,
         note="spans that are no call of a model, or of which neither tokens nor text are known, are left out as empty",
+        opens_anew=True,
     ),
 }

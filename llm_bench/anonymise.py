@@ -26,10 +26,16 @@ TOKEN_BYTES = 4  # UTF-8 bytes that count as one token where nobody counts; a to
 
 # Kept of `extra` and of captured bodies, and only as numbers and booleans: they decide how long a server works on a
 # request and name nobody. A seed, a user, stop texts, tools, biases of token ids and metadata can say who asked what.
-SAMPLING = (
-    "temperature top_p top_k min_p typical_p presence_penalty frequency_penalty repetition_penalty n best_of "
-    "ignore_eos logprobs top_logprobs"
-).split()
+# Each within what a sampler can mean: a number beyond it may be anything, a telephone number among them.
+SAMPLING: dict[str, tuple[float, float]] = {
+    "temperature": (0, 10),
+    **dict.fromkeys(("top_p", "min_p", "typical_p", "ignore_eos"), (0, 1)),
+    "top_k": (-1, 1e6),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), (-10, 10)),
+    **dict.fromkeys(("n", "best_of"), (1, 1000)),
+    **dict.fromkeys(("logprobs", "top_logprobs"), (-1, 1000)),
+}
+PRIORITIES = (-1000, 1000)
 LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")  # kept too, in buckets like every length
 
 _SYSTEM = ("tools", "functions", "system", "instructions")  # of a body: what servers put before all messages
@@ -48,6 +54,7 @@ class _Text(NamedTuple):
 _ESTIMATED = f"lengths are estimated: {TOKEN_BYTES} bytes of UTF-8 a token"
 _LENGTHENED = "turns are lengthened to hold the prompt and answer before them"
 _MEDIA = "rows hold parts that are no text: their tokens are not counted"
+_BEYOND = "rows had a priority or sampling values beyond all use: left out, as they may be someone's numbers"
 _EXTRA = "rows had other entries in extra: left out"
 _MODELS = "models are pseudonyms, which no target serves: give the target's, or keep them"
 
@@ -130,7 +137,7 @@ def anonymise(
                 tokens_new=length.tokens_new,
                 think_s=r.think_s,
                 request_class=r.request_class if keep_class else pseudonym("class", r.request_class),
-                priority=r.priority,
+                priority=r.priority if _within(r.priority, PRIORITIES) else 0,
                 cancel_after_s=r.cancel_after_s,
                 model=r.model if keep_model else pseudonym("model", r.model),
                 extra=extra,
@@ -141,7 +148,9 @@ def anonymise(
         said[_ESTIMATED] += not (r.tokens_in or text is None or text.counted)
         said[_LENGTHENED] += length.lengthened and not bucket
         said[_MEDIA] += text is not None and text.media
-        said[_EXTRA] += bool(r.extra.keys() - extra.keys())
+        beyond = _beyond(r)
+        said[_BEYOND] += bool(beyond)
+        said[_EXTRA] += bool(r.extra.keys() - extra.keys() - beyond)
         said[_MODELS] += bool(r.model) and not keep_model
     kept = sorted({name for r in requests for name in r.extra})
     notes = [
@@ -337,6 +346,19 @@ def _sampling(r: Request, up: Callable[[int], int]) -> dict[str, Any]:
     if r.tokens_out is not None:
         of_body = {name: value for name, value in of_body.items() if name not in LENGTHS}
     given = {**of_body, **r.extra}
-    kept = {name: given[name] for name in SAMPLING if type(given.get(name)) in (int, float, bool)}
-    lengths = {name: up(given[name]) for name in LENGTHS if type(given.get(name)) is int and given[name] >= 0}
-    return kept | lengths
+    kept = {name: given[name] for name, bounds in SAMPLING.items() if _within(given.get(name), bounds)}
+    lengths = {name: up(given[name]) for name in LENGTHS if _within(given.get(name), (0, MOST_TOKENS))}
+    return kept | {name: value for name, value in lengths.items() if type(value) is int}
+
+
+def _within(value: object, bounds: tuple[float, float]) -> bool:
+    return isinstance(value, (int, float)) and bounds[0] <= value <= bounds[1]
+
+
+def _beyond(r: Request) -> set[str]:
+    """The names of the request's numbers that no sampler or scheduler can mean."""
+    given = {**(r.body or {}), **r.extra}
+    bounds = {**SAMPLING, **dict.fromkeys(LENGTHS, (0, MOST_TOKENS))}
+    numbers = {name for name in bounds if isinstance(given.get(name), (int, float))}
+    beyond = {name for name in numbers if not _within(given[name], bounds[name])}
+    return beyond if _within(r.priority, PRIORITIES) else beyond | {"priority"}

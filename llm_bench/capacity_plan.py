@@ -1,18 +1,23 @@
 """From runs and inputs to a plan: ceilings, rate within the SLO, replicas, cost; each figure with its arithmetic."""
 
 import datetime
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llm_bench import capacity, carried, curves, knobs, kv_plan
+from llm_bench import capacity, carried, curves, knobs, kv_plan, windows
 from llm_bench.capacity import Ceiling, Fleet, Prices
 from llm_bench.capacity_ask import Ask, Demand, Figure, Section, Table, WhatIf, digits
-from llm_bench.carried import Bracket, Carried, Resident
+from llm_bench.carried import Bracket, Busiest, Carried, Resident
 from llm_bench.curves import Estimate, Fit
 from llm_bench.errors import BenchError
 from llm_bench.results import Run
 
 _KINDS = {"closed": "closed loop", "open": "open loop", "replay": "replay"}
+_LEVELS = {"closed": "slots", "open": "requests/s", "replay": "times the trace's speed"}  # unit of a load
+TOKEN_RATE = "token rate"
+SHOWN_OVER = 1.001  # times a ceiling: what ended beside it is explained where it is more
+NO_LIMITS = "no --slo, and the run keeps none: without limits no load is proven, and only ceilings can be said"
 
 
 # ---- arithmetic alone
@@ -20,7 +25,7 @@ _KINDS = {"closed": "closed loop", "open": "open loop", "replay": "replay"}
 
 def what_if(given: WhatIf, ask: Ask) -> list[Section]:
     """The same arithmetic on assumed figures. Raises BenchError where they make no ceiling at all."""
-    ceilings, sections = _ceilings(given, ask, None)
+    ceilings, sections = _ceilings(given, ask, None, None)
     if not ceilings:
         raise BenchError(
             "--what-if: expected tokens_per_second and tokens_out, or in_flight and e2e, or resident_tokens with e2e "
@@ -28,14 +33,14 @@ def what_if(given: WhatIf, ask: Ask) -> list[Section]:
         )
     each = capacity.sustainable(capacity.binding(ceilings).rate, ask.utilization)
     how = f"{digits(capacity.binding(ceilings).rate)}/s x {ask.utilization:g} ({capacity.binding(ceilings).name})"
-    own = [Figure("sustainable", "sustainable rate of one replica", each, "/s", how)]
+    own = [Figure("sustainable", "sustainable rate of one replica", each, "answers/s", how)]
     if given.stay_s is not None:
         own.append(
             Figure(
                 "concurrency",
                 "in flight at that rate",
                 capacity.concurrency(each, given.stay_s),
-                "1",
+                "requests",
                 f"{digits(each)}/s x {digits(given.stay_s)} s (Little's law)",
             )
         )
@@ -46,12 +51,16 @@ def what_if(given: WhatIf, ask: Ask) -> list[Section]:
     return sections
 
 
-def _ceilings(given: WhatIf, ask: Ask, held: Resident | None) -> tuple[list[Ceiling], list[Section]]:
+def _ceilings(
+    given: WhatIf, ask: Ask, held: Resident | None, busiest: Busiest | None
+) -> tuple[list[Ceiling], list[Section]]:
+    """`busiest`: the measured cell that `given` has its token rate and answers from."""
     found = []
     if given.tokens_per_second is not None and given.tokens_out is not None:
         how = f"{digits(given.tokens_per_second)} tokens/s / {digits(given.tokens_out)} tokens an answer"
+        how += f" at {busiest.cell.load}; {busiest.text}" if busiest else ""
         most = capacity.ceiling(given.tokens_per_second, given.tokens_out)
-        found.append(Ceiling("token rate", most, how))
+        found.append(Ceiling(TOKEN_RATE, most, how))
     if given.in_flight is not None and given.stay_s is not None:
         how = f"{digits(given.in_flight)} in flight / {digits(given.stay_s)} s each (Little's law)"
         found.append(Ceiling("concurrency limit", capacity.rate_of(given.in_flight, given.stay_s), how))
@@ -65,10 +74,14 @@ def _ceilings(given: WhatIf, ask: Ask, held: Resident | None) -> tuple[list[Ceil
             found.append(Ceiling("KV memory", capacity.rate_of(sequences, stay_s), how))
     if found:
         lowest = capacity.binding(found)
-        figures = [Figure(c.name.replace(" ", "_"), f"ceiling by {c.name}", c.rate, "/s", c.how) for c in found]
-        notes = (
-            [f"{lowest.name} binds: {digits(lowest.rate)}/s is the lowest of {len(found)}"] if len(found) > 1 else []
-        )
+        figures = [Figure(c.name.replace(" ", "_"), f"ceiling by {c.name}", c.rate, "answers/s", c.how) for c in found]
+        notes = []
+        if len(found) > 1 and lowest.name == TOKEN_RATE and busiest and not busiest.saturated:
+            notes.append(
+                f"{TOKEN_RATE} is the lowest of {len(found)} and may be higher: which of them binds is not known"
+            )
+        elif len(found) > 1:
+            notes.append(f"{lowest.name} binds: {digits(lowest.rate)}/s is the lowest of {len(found)}")
         sections.append(Section("ceilings", "Ceilings of one replica", figures, notes=notes))
     return found, sections
 
@@ -77,16 +90,30 @@ def _ceilings(given: WhatIf, ask: Ask, held: Resident | None) -> tuple[list[Ceil
 
 
 def plan(runs: Sequence[Run], ask: Ask) -> list[Section]:
-    """What the runs say, and what follows from it. Every run is of the same server, or of one setting of it."""
+    """What the runs say, and what follows from it. Every run is of the same server, or of one setting of it.
+
+    Judged by the SLO asked for, else by the one that the runs were made with. Raises BenchError where they were made
+    with several, and for a fleet without any.
+    """
+    agreed = {slo.text: slo for slo in (run.agreed(ask.slo) for run in runs)}
+    if len(agreed) > 1:
+        raise BenchError(f"the runs were made with different SLOs ({' | '.join(map(repr, agreed))}): give --slo")
+    kept = not ask.slo.limits
+    ask = ask._replace(slo=next(iter(agreed.values())))
+    if ask.demand.target is not None and not ask.slo.limits:
+        raise BenchError(
+            "--target-rate without --slo, and the run keeps none: how many replicas carry a rate depends on the limits "
+            "they are to meet; expected one such as --slo 'ttft_p95<800ms,error_rate<1%'"
+        )
     by_run = [carried.evidence(run, ask.slo) for run in runs]
-    sections = []
+    sections = [_slo(ask, kept)]
     for i, (run, cells) in enumerate(zip(runs, by_run, strict=True)):
         for bracket in carried.brackets(cells):
             title = f"{bracket.target}, {_KINDS.get(bracket.kind, bracket.kind)}" + (
                 f", run {run.path.name}" if len(runs) > 1 else ""
             )
             sections += _of_bracket(run, bracket, ask, title, f"{i}_{bracket.target}_{bracket.kind}")
-    ways = knobs.compare_settings(runs, by_run, ask.prices)
+    ways = knobs.compare_settings(runs, by_run, ask.prices, ask.utilization)
     if len(ways) > 1:
         sections.append(knobs.settings_section(ways, ask.money))
     if ask.delays_ms:
@@ -94,68 +121,121 @@ def plan(runs: Sequence[Run], ask: Ask) -> list[Section]:
     return sections
 
 
+def _slo(ask: Ask, kept: bool) -> Section:
+    if not ask.slo.limits:
+        return Section("limits", "SLO", notes=[NO_LIMITS])
+    return Section("limits", "SLO", notes=[f"{ask.slo.text}{', as the run was made with' if kept else ''}"])
+
+
 def _of_bracket(run: Run, bracket: Bracket, ask: Ask, title: str, key: str) -> list[Section]:
-    sections = [_loads(bracket, ask, title), _within(bracket)]
-    at = bracket.low or max(bracket.cells, key=lambda c: c.tokens_per_second or 0.0)
-    most = max(bracket.cells, key=lambda c: c.tokens_per_second or 0.0)
+    busiest = carried.busiest(bracket.cells)
+    most = busiest.cell if isinstance(busiest, Busiest) else None
+    sections = [_loads(bracket, most, ask, title), *([_within(bracket, ask)] if ask.slo.limits else [])]
+    at = bracket.low or most or bracket.cells[0]
     measured = next(m for m in run.cells if m.load == at.load and m.target == at.target)
     held: Resident | str = "no --model-config"
     if ask.hardware is not None:
         held = carried.resident(measured.cell, measured.window, ask.hardware.block_size)
-    given = WhatIf(most.tokens_per_second, at.tokens_out, at.stay_s)
-    ceilings, found = _ceilings(given, ask, held if isinstance(held, Resident) else None)
+    given = WhatIf(most.tokens_per_second, most.tokens_out, at.stay_s) if most else WhatIf(stay_s=at.stay_s)
+    ceilings, found = _ceilings(
+        given, ask, held if isinstance(held, Resident) else None, busiest if isinstance(busiest, Busiest) else None
+    )
     for i, section in enumerate(found):
         if section.key == "ceilings":
-            low = capacity.binding(ceilings)
-            planned = capacity.sustainable(low.rate, ask.utilization)
-            how = f"{digits(low.rate)}/s x {ask.utilization:g}"
-            figures = [*section.figures, Figure("sustainable", "sustainable", planned, "/s", how)]
-            extra = [f"token rate as of {most.load}, the most measured; answers and stays as of {at.load}"]
-            extra += _contradiction(bracket, ceilings)
-            found[i] = section._replace(figures=figures, notes=[*section.notes, *extra])
-        if section.key == "kv_memory" and isinstance(held, str):
-            found[i] = section._replace(notes=[*section.notes, f"mean active sequence: {held}"])
+            known = isinstance(busiest, Busiest) and busiest.saturated
+            found[i] = _planned_with(section, ceilings, known, bracket, ask)
+        if section.key == "kv_memory":
+            whose = f"mean active sequence: {held}" if isinstance(held, str) else f"sequences and stays: of {at.load}"
+            found[i] = section._replace(notes=[*section.notes, whose])
+    if isinstance(busiest, str):
+        none = Figure("token_rate", f"ceiling by {TOKEN_RATE}", None, "answers/s", busiest)
+        found.append(Section("token_rate", "Token rate of one replica", [none]))
     sections += found
     if curves_ := _curves(bracket, ask.at_loads):
         sections.append(curves_)
     if ask.demand.target is not None:
-        if bracket.low is None or not bracket.low.rate:
-            why = "no load is proven to meet the SLO, so that no number of replicas can be said"
-            sections.append(Section("fleet", "Fleet", notes=[why]))
-        else:
-            how = f"the rate within the SLO at {bracket.low.load}, measured"
-            best = bracket.high.rate if bracket.high and bracket.high.rate else None
-            sections += _fleet(ask, bracket.low.rate, best, _Answers(bracket.low.tokens_out, bracket.low.stay_s), how)
+        sections += _fleet_of(bracket, ask)
     return [s._replace(key=f"{key}.{s.key}") for s in sections]
 
 
+def _planned_with(section: Section, ceilings: list[Ceiling], known: bool, bracket: Bracket, ask: Ask) -> Section:
+    """The ceilings with what of the lowest is planned with, and where they do not agree with what was measured."""
+    low = capacity.binding(ceilings)
+    planned = Figure("sustainable", "sustainable", None, "answers/s", "the ceiling is only known to be this or more")
+    if known or low.name != TOKEN_RATE:
+        how = f"{digits(low.rate)}/s x {ask.utilization:g} (--utilization)"
+        planned = Figure(
+            "sustainable", "sustainable", capacity.sustainable(low.rate, ask.utilization), "answers/s", how
+        )
+    notes = [*section.notes, *_contradiction(bracket, ceilings)]
+    return section._replace(figures=[*section.figures, planned], notes=notes)
+
+
+def _fleet_of(bracket: Bracket, ask: Ask) -> list[Section]:
+    low, high = bracket.low, bracket.high
+    each = low.planned(ask.utilization) if low else None
+    if low is None or not each:
+        why = "no load is proven to meet the SLO, so that no number of replicas can be said"
+        return [Section("fleet", "Fleet", notes=[why])]
+    how = f"the rate within the SLO at {low.load}, measured"
+    if low.kind == "closed":
+        how = f"the rate planned with: {digits(low.rate)}/s at {low.load} x {ask.utilization:g}"
+    best = None
+    if high is not None:
+        best = high.offered if high.kind != "closed" else high.planned(ask.utilization)
+    return _fleet(ask, each, best, _Answers(low.tokens_out, low.stay_s), how)
+
+
 def _contradiction(bracket: Bracket, ceilings: list[Ceiling]) -> list[str]:
-    kv = next((c for c in ceilings if c.name == "KV memory"), None)
-    low = bracket.low
-    if kv is None or low is None or not low.rate or low.rate <= kv.rate:
-        return []
-    return [
-        f"doubt: {digits(low.rate)}/s was carried within the SLO, and KV memory is said to allow {digits(kv.rate)}/s: "
-        "the model, memory or precision given is not what was measured"
-    ]
+    rates = {c.name: c.rate for c in ceilings}
+    low, said = bracket.low, []
+    if low is not None and low.rate and low.rate > rates.get("KV memory", math.inf):
+        said.append(
+            f"doubt: {digits(low.rate)}/s was carried within the SLO, and KV memory is said to allow "
+            f"{digits(rates['KV memory'])}/s: the model, memory or precision given is not what was measured"
+        )
+    steady = [c for c in bracket.cells if c.steady and c.served]
+    most = max(steady, key=lambda c: c.served or 0.0, default=None)
+    if most is not None and most.served and most.served > SHOWN_OVER * rates.get(TOKEN_RATE, math.inf):
+        said.append(
+            f"at {most.load} {digits(most.served)}/s ended, {most.served / rates[TOKEN_RATE] - 1:.1%} over the ceiling "
+            "by token rate: answers under way at the window's edges have their tokens on one side and their end on the "
+            "other, and that much a ceiling of this window may be off"
+        )
+    return said
 
 
-def _loads(bracket: Bracket, ask: Ask, title: str) -> Section:
-    heads: tuple[str, ...] = ("load", "SLO", "ok answers/s", "within SLO/s", "tokens/s", "mean stay, s", "in flight")
+def _loads(bracket: Bracket, most: Carried | None, ask: Ask, title: str) -> Section:
+    closed = bracket.kind == "closed"
+    heads: tuple[str, ...] = (
+        "load",
+        "state",
+        *(("SLO",) if ask.slo.limits else ()),
+        *(() if closed else ("offered/s",)),
+    )
+    heads += ("served/s", *(("goodput/s",) if ask.slo.limits else ()), "tokens/s", "mean stay, s", "in flight")
     priced = ask.prices is not None
     rows = []
     for c in bracket.cells:
-        row: tuple[str | float | None, ...] = (
-            c.load, c.verdict, c.rate, c.goodput, c.tokens_per_second, c.stay_s, c.in_flight,
-        )  # fmt: skip
+        row: tuple[str | float | None, ...] = (c.load, c.state, *((c.verdict,) if ask.slo.limits else ()))
+        row += (() if closed else (c.offered,)) + (c.served, *((c.goodput,) if ask.slo.limits else ()))
+        row += (c.tokens_per_second, c.stay_s, c.in_flight)
         if ask.prices is not None:
             row += tuple(_prices_at(c, ask.prices))
         rows.append(row)
     if priced:
         unit = ask.money or "cost"
         heads += (f"{unit}/1M tokens", f"{unit}/1M in SLO")
-    notes = [f"{c.load}: {c.verdict}: {c.why}" for c in bracket.cells if ask.slo.limits]
-    notes += [f"{c.load}: {c.little}" for c in bracket.cells if c.little]
+    notes = [_legend(closed, bool(ask.slo.limits))]
+    notes += [f"{c.load}: {c.verdict}: {c.why}" for c in bracket.cells if ask.slo.limits]
+    notes += [f"{c.load}: {c.why}" for c in bracket.cells if not ask.slo.limits and c.state == windows.GROWING]
+    notes += [f"{c.load}: {c.little}" for c in bracket.cells if c.little and c.steady]
+    notes += [
+        f"{c.load}: its window of {c.window_s:.3g} s is shorter than the mean stay of its requests, {c.stay_s:.3g} s: "
+        "served and tokens/s are not what it makes when full"
+        for c in bracket.cells
+        if c.stay_s and c.window_s < c.stay_s
+    ]
     notes += [
         f"doubts at {c.load}: {', '.join(c.doubts)} (llm-bench report says more)" for c in bracket.cells if c.doubts
     ]
@@ -167,7 +247,15 @@ def _loads(bracket: Bracket, ask: Ask, title: str) -> Section:
             "cost at a load: per 1M output tokens, and per 1M of answers within the limits, of one replica that is "
             "always at it: no spares, nothing idle"
         )
-    return Section("loads", f"Measured: {title}", _workload(bracket), [Table(heads, rows)], notes)
+    return Section("loads", f"Measured: {title}", _workload(bracket, most), [Table(heads, rows)], notes)
+
+
+def _legend(closed: bool, judged: bool) -> str:
+    """What the table's rates are, under the names of a report."""
+    said = [] if closed else ["offered: requests due in the window, a second (arrival_rate)"]
+    said.append(f"served: ok answers ended in {'the window, a second' if closed else 'it'} (requests_per_second)")
+    said += ["goodput: requests due in it that met every limit, whenever they ended"] if judged else []
+    return "; ".join([*said, "in flight: requests, on average"])
 
 
 def _prices_at(c: Carried, prices: Prices) -> list[float | None]:
@@ -176,8 +264,8 @@ def _prices_at(c: Carried, prices: Prices) -> list[float | None]:
     return [each, capacity.cost_at(prices, good) if good else None]
 
 
-def _workload(bracket: Bracket) -> list[Figure]:
-    c = bracket.low or bracket.cells[0]
+def _workload(bracket: Bracket, most: Carried | None) -> list[Figure]:
+    c = bracket.low or most or bracket.cells[0]
     if c.tokens_out is None:
         kind = "its answers do not say how many tokens they have"
     elif c.single_pass:
@@ -190,7 +278,7 @@ def _workload(bracket: Bracket) -> list[Figure]:
             "LLM decoding: answers grow token by token and hold KV memory while they do. A server with continuous "
             "batching and a paged cache fits (vLLM, SGLang, TensorRT-LLM, TGI, llama.cpp)"
         )
-    figures = [Figure("tokens_out", "tokens of a mean answer", c.tokens_out, "tokens", kind)]
+    figures = [Figure("tokens_out", "tokens of a mean answer", c.tokens_out, "tokens", f"at {c.load}; {kind}")]
     share = c.cached_share
     if c.tokens_in is not None:
         how = f"at {c.load}" if share is None else f"at {c.load}, {share:.1%} of them from the server's cache"
@@ -204,23 +292,44 @@ def _workload(bracket: Bracket) -> list[Figure]:
     return figures
 
 
-def _within(bracket: Bracket) -> Section:
+def _within(bracket: Bracket, ask: Ask) -> Section:
     low, high = bracket.low, bracket.high
+    name = "rate within the SLO of one replica"
     if low is None or low.rate is None:
-        least = Figure(
-            "rate_within_slo", "rate within the SLO of one replica", None, "/s", "no load is proven to meet it"
-        )
+        figures = [Figure("rate_within_slo", name, None, "answers/s", "no load is proven to meet it")]
+    elif low.kind == "closed":
+        share = f"{digits(low.rate)}/s x {ask.utilization:g} (--utilization)"
+        figures = [
+            Figure("rate_within_slo", f"{name}, in a closed loop", low.rate, "answers/s", f"proven at {low.load}"),
+            Figure("planned", "rate planned with", low.planned(ask.utilization), "answers/s", share),
+        ]
     else:
-        least = Figure("rate_within_slo", "rate within the SLO of one replica", low.rate, "/s", f"proven at {low.load}")
-    figures = [least]
+        figures = [Figure("rate_within_slo", name, low.rate, "answers/s", f"proven at {low.load}: so many arrived")]
     if high is not None:
-        figures.append(Figure("missed_at", "the next load misses it, at", high.rate, "/s", f"{high.load}: {high.why}"))
+        closed = high.offered is None
+        at, how = high.offered, f"{high.load}, {digits(high.served)}/s served: {high.why}"
+        if closed:
+            at, how = high.served, f"{high.load}: {high.why}"
+        figures.append(
+            Figure("missed_at", "the next load misses it, at", at, "answers/s" if closed else "requests/s", how)
+        )
     notes = []
-    if high is None:
+    if low is not None and low.kind == "closed":
+        notes.append(
+            "a closed loop sends when it is answered; users come at random and queue, so that as many of them may miss "
+            "the SLO: measure with --rate or --replay what arrivals are carried"
+        )
+    if low is not None and low.even:
+        notes.append(
+            "arrivals were evenly spaced (--constant): as many that come at random queue longer, and may miss it"
+        )
+    if high is None and low is not None:
         notes.append("no load measured misses the SLO: the rate within it is this or more. Measure higher loads")
+    elif high is None:
+        notes.append("no load measured is proven to meet the SLO, and none to miss it: nothing is known of the rate")
     if open_ := bracket.undecided:
         loads = ", ".join(c.load for c in open_)
-        notes.append(f"undecided: {loads}. The answer is a bracket until more requests decide it")
+        notes.append(f"undecided: {loads}. What would decide each stands above")
     return Section("within_slo", "Rate within the SLO", figures, notes=notes)
 
 
@@ -250,15 +359,19 @@ def _curves(bracket: Bracket, at_loads: Sequence[float]) -> Section | None:
             notes.append(f"{name}: {e}")
             continue
         notes.append(f"{name} against load: {chosen.text}; scatter {chosen.best.scatter:.2%}")
-        figures += _fit_figures(key, name, unit, chosen.best)
+        figures += _fit_figures(key, name, unit, chosen.best, _LEVELS.get(bracket.kind, "of load"))
         for load in at_loads:
             at = curves.predict(chosen.best, load)
             rows.append((name, load, at.value, at.low, at.high, unit))
-    tables = [Table(("curve", "load", "value", "low", "high", "unit"), rows)] if rows else []
+    tables = (
+        [Table(("curve", f"load, {_LEVELS.get(bracket.kind, bracket.kind)}", "value", "low", "high", "unit"), rows)]
+        if rows
+        else []
+    )
     return Section("curves", "Curves", figures, tables, notes) if figures or notes else None
 
 
-def _fit_figures(key: str, name: str, unit: str, fit: Fit) -> list[Figure]:
+def _fit_figures(key: str, name: str, unit: str, fit: Fit, level: str) -> list[Figure]:
     out = []
     if key == "throughput":
         out.append(_estimated(f"{key}_ceiling", f"{name}: the most", unit, fit.ceiling))
@@ -267,7 +380,7 @@ def _fit_figures(key: str, name: str, unit: str, fit: Fit) -> list[Figure]:
             for term in ("contention", "coherence")
             if term in fit.params
         ]
-    out.append(_estimated(f"{key}_knee", f"{name}: knee", "of load", fit.knee))
+    out.append(_estimated(f"{key}_knee", f"{name}: knee", level, fit.knee))
     return out
 
 
@@ -298,21 +411,25 @@ def _fleet(ask: Ask, each: float, best: float | None, answers: _Answers, how: st
             "target",
             "rate to carry",
             target,
-            "/s",
+            "requests/s",
             f"{digits(demand.target)}/s x {demand.peak:.4g}: {demand.peak_text}",
         ),
         Figure(
-            "active", "replicas that carry it", of.active, "1", f"ceil({digits(target)}/s / {digits(each)}/s), {how}"
+            "active",
+            "replicas that carry it",
+            of.active,
+            "replicas",
+            f"ceil({digits(target)}/s / {digits(each)}/s), {how}",
         ),
-        Figure("total", "replicas with spares", of.total, "1", f"{of.active} + {of.spares} spares"),
+        Figure("total", "replicas with spares", of.total, "replicas", f"{of.active} + {of.spares} spares"),
     ]
     if answers.stay_s:
         in_flight = capacity.concurrency(target, answers.stay_s)
         how = f"{digits(target)}/s x {digits(answers.stay_s)} s (Little's law)"
-        figures.append(Figure("in_flight", "in flight in the whole fleet", in_flight, "1", how))
+        figures.append(Figure("in_flight", "in flight in the whole fleet", in_flight, "requests", how))
     k = capacity.most_failures(of)
     rest = f"{of.total - k} left carry {digits(of.left(k))}/s"
-    figures.append(Figure("failures", "replicas that may be gone at once", k, "1", f"{rest}, which is enough"))
+    figures.append(Figure("failures", "replicas that may be gone at once", k, "replicas", f"{rest}, which is enough"))
     notes = []
     if best is not None and best > each:
         least = capacity.fleet(target, best, demand.spares).active
@@ -339,7 +456,7 @@ def _warmup(of: Fleet, failed: int, warmup_s: float) -> Figure:
         f"with {failed} gone, {max(of.total - failed, 0)} left carry {digits(of.left(failed))}/s of "
         f"{digits(of.target)}/s for the {digits(warmup_s)} s until a replacement is ready"
     )
-    return Figure("queued", f"requests that queue up when {failed} fail", waiting, "1", how)
+    return Figure("queued", f"requests that queue up when {failed} fail", waiting, "requests", how)
 
 
 def _growth(of: Fleet, demand: Demand) -> Figure:
@@ -359,29 +476,27 @@ def _growth(of: Fleet, demand: Demand) -> Figure:
 
 
 def _cost(of: Fleet, ask: Ask, prices: Prices, demand: float, tokens_out: float | None) -> Section:
-    money = ask.money
+    money, within = ask.money or "money", " within the SLO" if ask.slo.limits else ""  # assumed figures meet none
     hourly = f"{prices.accelerators} x {prices.accelerator_hour:g}/h x {of.total} replicas"
     hourly += f" + {prices.other_hour:g}/h telemetry and gateway" if prices.other_hour else ""
     notes = [f"{name}: {source}" for name, source in prices.sources.items()]
     if not tokens_out:
         how = "how many tokens an answer has is not known"
-        return Section(
-            "cost", "Cost", [Figure("per_million", "cost per 1M output tokens within the SLO", None, money, how)]
-        )
+        return Section("cost", "Cost", [Figure("per_million", f"cost per 1M output tokens{within}", None, money, how)])
     found = capacity.cost(of, prices, demand, tokens_out)
     tokens = found.served * capacity.HOURS_S * tokens_out
     figures = [
-        Figure("per_hour", "cost per hour", found.per_hour, money, hourly),
+        Figure("per_hour", "cost per hour", found.per_hour, f"{money}/h", hourly),
         Figure(
             "per_million",
-            "cost per 1M output tokens within the SLO",
+            f"cost per 1M output tokens{within}",
             found.per_million,
             money,
             f"at {digits(found.served)}/s x {digits(tokens_out)} tokens x 3,600 s = {digits(tokens)} tokens an hour",
         ),
         Figure(
             "per_request",
-            "cost per answer within the SLO",
+            f"cost per answer{within}",
             found.per_answer,
             money,
             f"of {digits(tokens_out)} tokens",
@@ -395,7 +510,5 @@ def _cost(of: Fleet, ask: Ask, prices: Prices, demand: float, tokens_out: float 
         ),
     ]
     if demand > of.active * of.each:
-        notes.append(
-            f"demand is {digits(demand)}/s: what is over {digits(found.served)}/s is not served within the SLO"
-        )
+        notes.append(f"demand is {digits(demand)}/s: what is over {digits(found.served)}/s is not served{within}")
     return Section("cost", "Cost", figures, notes=notes)

@@ -9,7 +9,7 @@ from llm_bench import kv_cache
 from llm_bench.capacity_ask import Figure, Section, Table, digits
 from llm_bench.errors import BenchError
 
-SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
+SCHEMA = 2  # of the JSON document; counts up when a key changes its meaning
 WIDTH = 100
 
 

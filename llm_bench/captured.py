@@ -25,6 +25,7 @@ from llm_bench.fields import (
     label,
     nanoseconds,
     objects,
+    said,
     seconds,
     sendable_as,
     whole_numbers,
@@ -241,14 +242,13 @@ def _sharegpt_rows(v: Values, reading: Reading, line: int) -> list[Row]:
     name = "messages" if v.get("conversations") is None else "conversations"
     system = _text(v, "system") if v.get("system") else ""
     texts: list[str] = []
+    if next((r for r in map(_role, objects(v, name)) if r != "system"), "") == "assistant":
+        said(reading, "conversations open with an answer, which is dropped: what it answers is not in the file")
     for item in objects(v, name):
-        role = item.get("from", item.get("role"))
-        if not isinstance(role, str) or role not in _ROLES:
-            raise ValueError(f"{name} has a text from {found(role, 'one of ' + ', '.join(_ROLES))}")
-        text = _text(item, "value" if "value" in item else "content")
-        if _ROLES[role] == "user" and text.strip():
+        role, text = _role(item), _text(item, "value" if "value" in item else "content")
+        if role == "user" and text.strip():
             texts.append(text)
-        elif _ROLES[role] == "system" and not texts:
+        elif role == "system" and not texts:
             system = text
     session = f"{label(v, 'id')} line {line}".strip() if len(texts) > 1 else ""
     requests = [Request(0, None, prompt=text, session=session, turn=NO_TURN, line=line) for text in texts]
@@ -256,6 +256,13 @@ def _sharegpt_rows(v: Values, reading: Reading, line: int) -> list[Row]:
         opening = ({"role": "system", "content": system}, {"role": "user", "content": texts[0]})
         requests[0] = Request(0, None, messages=opening, session=session, turn=NO_TURN, line=line)
     return [(None, request) for request in requests or [Request(0, None, line=line)]]  # one of nothing: counted
+
+
+def _role(item: Values) -> str:
+    role = item.get("from", item.get("role"))
+    if not isinstance(role, str) or role not in _ROLES:
+        raise ValueError(f"a text is from {found(role, 'one of ' + ', '.join(_ROLES))}")
+    return _ROLES[role]
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -1,19 +1,25 @@
-"""What a run's cells say of capacity: the rate each carried within the SLO, its bracket, what sequences held."""
+"""What a run's cells say of capacity: offered and served, the rate within the SLO, the ceiling, what sequences held."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import combinations
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from llm_bench import metrics, objectives, slo, windows
-from llm_bench.client import CLIENT_LIMITED
+from llm_bench.client import BUSY, CLIENT_LIMITED, LIMITED
 from llm_bench.columns import Cell
 from llm_bench.identities import little
-from llm_bench.objectives import Slo, Verdict
+from llm_bench.objectives import Judged, Slo
 from llm_bench.results import Measured, Run
 from llm_bench.series import due_in, outcome_in
 from llm_bench.windows import Window
 
+Judgement = Literal["MET", "MISSED", "UNDECIDED", "not judged"]  # the last: no limit was given
+
+FULL_STAYS = 5.0  # times its requests stay, from which on a window of a growing backlog shows a full server's rate
+FLAT = 1.1  # tokens/s at twice the slots or more, against which a server is shown to be saturated
+IDLE_SLOTS = "idle slots"  # of CLIENT_CHECKS: slots that the client did not keep at the server
 LEAST_TOKENS = 1.5  # tokens of a mean answer under which a run was one pass a request, and no decoding
 
 
@@ -23,25 +29,44 @@ class Carried(NamedTuple):
     run: str
     target: str
     kind: str  # closed, open or replay
+    even: bool  # an open loop's arrivals were evenly spaced
     load: str
     level: float  # slots, requests/s or speed: what orders the loads of one kind
-    verdict: Verdict
+    state: str  # of its window
+    verdict: Judgement
     why: str
-    rate: float | None  # ok answers a second
-    goodput: float | None  # those that met every per-request limit
+    offered: float | None  # arrivals a second (arrival_rate); None for a closed loop, which offers what is served
+    served: float | None  # ok answers ended a second (requests_per_second)
+    rate: float | None  # answers a second that it is evidence of
+    goodput: float | None  # of those due, the ones that met every per-request limit, a second
     met_share: float | None  # of the ok answers, those that met every per-request limit
     tokens_per_second: float | None
-    tokens_out: float | None  # of a mean ok answer
+    tokens_out: float | None  # of a mean ok answer: of those that ended in the window or, where it is short, due in it
     tokens_in: float | None
     cached_share: float | None
     stay_s: float | None  # mean, from the last byte sent to the end
+    window_s: float
     in_flight: float | None
+    steady: bool  # its figures are of a steady state, over at least as long as its requests stay
     ttft_s: float | None  # means, for curves
     tpot_s: float | None
     wasted: float | None  # tokens of failed and cancelled requests in the window
     little: str
     doubts: tuple[str, ...]  # kinds
     single_pass: bool
+
+    @property
+    def client_full(self) -> str:
+        """Doubts by which this client, and not the server, may have set the rate; "" without."""
+        return ", ".join(kind for kind in self.doubts if kind in (BUSY, LIMITED, IDLE_SLOTS))
+
+    def planned(self, utilization: float) -> float | None:
+        """The rate of random arrivals to plan one replica with.
+
+        A closed loop sends when it is answered, so that nothing queues in front of it; users come when they like, and
+        wait the longer the nearer their rate is to it. An open loop or a replay had its queue measured.
+        """
+        return self.rate if self.rate is None or self.kind != "closed" else self.rate * utilization
 
 
 class Bracket(NamedTuple):
@@ -65,7 +90,7 @@ class Bracket(NamedTuple):
 
 
 def evidence(run: Run, agreed: Slo) -> list[Carried]:
-    """Each cell of the run. The SLO may be empty: then every stationary cell meets it."""
+    """Each cell of the run. Without limits nothing is judged, and nothing is proven."""
     limited = [{d.kind for d in found} for found in run.doubts]
     return [_carried(run, m, agreed, kinds) for m, kinds in zip(run.cells, limited, strict=True)]
 
@@ -75,36 +100,46 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
     load = cell.header.get("load") or {}
     kind = str(load.get("kind"))
     client_limited = bool(doubts & set(CLIENT_LIMITED))
-    judged = objectives.judge(cell, window, agreed, client_limited=client_limited)
-    verdict, why = _verdict([(j.verdict, f"{j.limit.text}: {j.why}") for j in judged], window)
+    verdict, why = _verdict(objectives.judge(cell, window, agreed, client_limited=client_limited), window)
 
     def figure(name: str) -> float | None:
         return metrics.compute(name, cell, window, agreed.context()).value
 
-    ok = due_in(cell, window) & outcome_in(cell, "ok")
-    tokens = cell["tokens_out"][ok]
-    said = cell["tokens_in"][ok]
-    known_in = np.where(said >= 0, said, cell["planned_in"][ok])
+    ok = outcome_in(cell, "ok")
+    due = ok & due_in(cell, window)
+    said = cell["tokens_in"][due]
+    known_in = np.where(said >= 0, said, cell["planned_in"][due])
     law = little(cell, window)
+    ended = ok & (cell["end_ns"] >= window.start_ns) & (cell["end_ns"] < window.end_ns)
+    steady = window.state in ("", windows.STATIONARY) and window.seconds >= law.stay_s
+    # Those whose tokens are the token rate's; in a window too short for the long ones the short stand for nobody.
+    tokens = cell["tokens_out"][ended if window.seconds >= FULL_STAYS * law.stay_s else due]
     limits = agreed.context().limits
     met = slo.attainment(cell, window, limits, agreed.context()).met if limits else None
+    offered, served = None if kind == "closed" else figure("arrival_rate"), figure("requests_per_second")
     return Carried(
         run=run.path.name,
         target=m.target,
         kind=kind,
+        even=kind == "open" and "burstiness" in load and load["burstiness"] is None,
         load=m.load,
         level=float(load.get("concurrency") or load.get("rate") or load.get("speed") or 0),
+        state=window.state if window.opened else windows.TOO_SHORT,
         verdict=verdict,
         why=why,
-        rate=_rate(cell, window, kind),
+        offered=offered,
+        served=served,
+        rate=_rate(cell, window, offered, served) if window.opened else None,
         goodput=None if met is None else met / window.seconds,
-        met_share=None if met is None or not len(tokens) else met / len(tokens),
+        met_share=None if met is None or not due.any() else met / int(due.sum()),
         tokens_per_second=figure("tokens_per_second"),
         tokens_out=float(tokens.mean()) if len(tokens) and (tokens >= 0).all() else None,
         tokens_in=float(known_in.mean()) if len(known_in) and (known_in >= 0).all() else None,
         cached_share=figure("cached_prompt_share"),
         stay_s=law.stay_s or None,
+        window_s=window.seconds,
         in_flight=law.records or None,
+        steady=steady,
         ttft_s=_seconds(figure("ttft_mean")),
         tpot_s=_seconds(figure("tpot_mean")),
         wasted=figure("wasted_tokens"),
@@ -118,35 +153,35 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _rate(cell: Cell, window: Window, kind: str) -> float | None:
-    """Ok answers a second. Open loop: arrivals times the share of them that ended well, since those that end in a
-    window began before it opened.
+def _rate(cell: Cell, window: Window, offered: float | None, served: float | None) -> float | None:
+    """What was served; of an open loop whose backlog does not grow, the arrivals times the share that ended well: those
+    that end in a window began before it opened.
     """
-    if not window.opened:
-        return None
-    if kind == "closed":
-        return metrics.compute("requests_per_second", cell, window).value
+    if offered is None or window.state == windows.GROWING:
+        return served
     due = due_in(cell, window)
     decided = int((due & outcome_in(cell, "ok", "failed", "dropped")).sum())
-    if not decided:
-        return None
-    ok = int((due & outcome_in(cell, "ok")).sum())
-    return int(due.sum()) / window.seconds * ok / decided
+    return offered * int((due & outcome_in(cell, "ok")).sum()) / decided if decided else None
 
 
-def _verdict(judged: Sequence[tuple[Verdict, str]], window: Window) -> tuple[Verdict, str]:
+def _verdict(judged: Sequence[Judged], window: Window) -> tuple[Judgement, str]:
     """A cell carries its load within the SLO where every limit is met and its state is stationary."""
-    if window.state == windows.GROWING:
-        return "MISSED", f"the backlog grows by {window.growth:.3g}/s"
-    missed = [why for verdict, why in judged if verdict == "MISSED"]
+    growing = f"the backlog grows by {window.growth:.3g} requests/s" if window.state == windows.GROWING else ""
+    if not judged:
+        return "not judged", growing or "no limit was given"
+    if growing:
+        return "MISSED", growing
+    said = [(j.verdict, f"{j.limit.text}: {j.why}") for j in judged]
+    missed = [why for verdict, why in said if verdict == "MISSED"]
     if missed:
         return "MISSED", "; ".join(missed)
+    open_ = [why for verdict, why in said if verdict == "UNDECIDED"]
     if not window.opened or window.state not in ("", windows.STATIONARY):
-        return "UNDECIDED", f"the cell is {window.state or 'without a window'}"
-    open_ = [why for verdict, why in judged if verdict == "UNDECIDED"]
+        cell = f"the cell is {window.state or 'without a window'}: {window.evidence or window.rule}"
+        open_.insert(0, f"{cell}; more --requests or a longer --warmup makes it steady")
     if open_:
         return "UNDECIDED", "; ".join(open_)
-    return "MET", "; ".join(why for _, why in judged) or "no limit was given"
+    return "MET", "; ".join(why for _, why in said)
 
 
 def brackets(cells: Sequence[Carried]) -> list[Bracket]:
@@ -164,6 +199,48 @@ def _bracket(target: str, kind: str, cells: list[Carried]) -> Bracket:
     met = [c for c in below if c.verdict == "MET" and c.rate]
     # Beyond its knee a closed loop may carry less at more slots: the most that was carried within the SLO counts.
     return Bracket(target, kind, max(met, key=lambda c: (c.rate or 0, c.level), default=None), high, tuple(ordered))
+
+
+# ---- the most that was made
+
+
+class Busiest(NamedTuple):
+    """The cell whose output tokens a second are the ceiling, and whether more load was shown to bring no more."""
+
+    cell: Carried
+    saturated: bool
+    text: str
+
+
+def busiest(cells: Sequence[Carried]) -> Busiest | str:
+    """Of cells of one kind of load; a str says why none of them tells what a server can make.
+
+    Slots show saturation where more of them make no more, arrivals where their backlog grows for many stays.
+    """
+    known = [c for c in cells if c.tokens_per_second and c.tokens_out]
+    steady = [c for c in known if c.steady]
+    full = [c for c in known if c.state == windows.GROWING and c.window_s >= FULL_STAYS * (c.stay_s or np.inf)]
+    most = max([*steady, *full], key=_tokens, default=None)
+    if most is None:
+        return "no load was steady for as long as its requests stay: its tokens/s are of no steady state"
+    if most in full and not most.client_full:
+        stays = most.window_s / (most.stay_s or np.inf)
+        return Busiest(most, True, f"saturated: its backlog grew, over {stays:.3g} times what its requests stay")
+    pairs = combinations(sorted(steady, key=lambda c: c.level), 2)
+    for a, b in sorted(pairs, key=lambda pair: -_tokens(pair[0])):
+        if b.kind == "closed" and b.level >= 2 * a.level and _tokens(b) <= FLAT * _tokens(a) and not b.client_full:
+            text = f"saturated: from {a.load} to {b.load} it went from {_tokens(a):.4g} to {_tokens(b):.4g} tokens/s"
+            return Busiest(most, True, text)
+    why = (
+        f"this client may have been the limit ({most.client_full})"
+        if most.client_full
+        else "the most of any steady load"
+    )
+    return Busiest(most, False, f"{why}, not shown to be saturated: the ceiling is this or more")
+
+
+def _tokens(cell: Carried) -> float:
+    return cell.tokens_per_second or 0.0
 
 
 # ---- what active sequences hold

@@ -178,7 +178,7 @@ def _ecdf(mine: Sequence[Sheet], name: str, slo: Slo) -> Figure | None:
         for i, (load, each) in enumerate(repeats.items())
     ]
     notes = [f"{SERIES[name].meaning}; ok requests due in the window."]
-    notes += [f"{limit.text} lies above the picture." for limit in bounds if limit not in drawn]
+    notes += [f"{limit.text} lies to the right of the picture." for limit in bounds if limit not in drawn]
     if any(len(v) > svg.CURVE_POINTS for _, _, v in of_load):
         notes.append(f"Drawn through {svg.CURVE_POINTS} measured values at most, the largest ones among them.")
     described = "; ".join(

@@ -36,16 +36,12 @@ from llm_bench.options import (
 )
 
 
-class InterruptError(BenchError):
-    exit_code = 130
-
-
 class _Commands(TyperGroup):
     def invoke(self, context: Any) -> Any:
         try:
             return super().invoke(context)
         except KeyboardInterrupt:  # typer itself would end without a word
-            raise InterruptError("interrupted; what was measured before is on disk") from None
+            raise terminal.InterruptError("interrupted; what was measured before is on disk") from None
 
 
 app = typer.Typer(

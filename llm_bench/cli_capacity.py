@@ -46,54 +46,95 @@ _WHAT_IF = {
 def capacity(
     context: typer.Context,
     runs: Annotated[
-        list[str] | None, typer.Argument(help="Run folders of one server, or of its settings; or more of --what-if.")
+        list[str] | None,
+        typer.Argument(
+            help="Run folders of one server, or of its settings, e.g. runs/x; default: the newest in runs/."
+        ),
     ] = None,
     slo: SloText = "",
     deadlines: Deadlines = "",
     what_if: Annotated[
         str,
         typer.Option(
-            help="Arithmetic alone, no run: tokens_per_second=18000 tokens_out=450 utilization=0.7 e2e=6s, "
-            "in_flight=64, resident_tokens=1200."
+            help="Arithmetic alone, no run: 'tokens_per_second=18000 tokens_out=450 utilization=0.7 e2e=6s', with or "
+            "without the quotes; also in_flight=64, resident_tokens=1200."
         ),
     ] = "",
-    target_rate: Annotated[float | None, typer.Option(help="Mean requests/s that the fleet is for.")] = None,
-    peak_to_mean: Annotated[float | None, typer.Option(help="Peak over mean rate; default: 1, or of --trace.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Trace whose peak over its mean rate is planned for.")] = None,
-    peak_window: Annotated[float, typer.Option(help="Seconds of the windows in which --trace is counted.")] = 60.0,
-    spares: Annotated[int, typer.Option(help="Replicas beside those that carry the rate.")] = 0,
-    replica_warmup: Annotated[str, typer.Option(help="Until a new replica is ready: 90s, 5m.")] = "",
-    growth: Annotated[str, typer.Option(help="Of the rate: 5%/month, 40%/year.")] = "",
-    as_of: Annotated[str, typer.Option(help="Day from which growth counts, 2026-01-31; default: in days alone.")] = "",
+    target_rate: Annotated[
+        float | None, typer.Option(help="Mean requests/s that the fleet is for, e.g. 28; needs an SLO, or --what-if.")
+    ] = None,
+    peak_to_mean: Annotated[
+        float | None, typer.Option(help="Peak over mean rate, e.g. 2.5; default: 1, or of --trace.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace whose peak over its mean rate is planned for, e.g. prod.jsonl.")
+    ] = None,
+    peak_window: Annotated[
+        float, typer.Option(help="Seconds of the windows in which --trace is counted, e.g. 60.")
+    ] = 60.0,
+    spares: Annotated[int, typer.Option(help="Replicas beside those that carry the rate, e.g. 1.")] = 0,
+    replica_warmup: Annotated[str, typer.Option(help="Until a new replica is ready, e.g. 90s or 5m.")] = "",
+    growth: Annotated[str, typer.Option(help="Of the rate, e.g. 5%/month or 40%/year.")] = "",
+    as_of: Annotated[
+        str, typer.Option(help="Day from which growth counts, e.g. 2026-01-31; default: in days alone.")
+    ] = "",
     model_config: Annotated[
-        Path | None, typer.Option(help="config.json of the model: its KV cache and weights.")
+        Path | None, typer.Option(help="The model's file, e.g. config.json: its KV cache and weights.")
     ] = None,
     accelerator: Annotated[str, typer.Option(help="A100, H100, H200, B200, L40S, L4, MI300X or MI325X.")] = "",
-    count: Annotated[int, typer.Option(help="Accelerators of one replica (tensor parallel).")] = 1,
-    memory_gib: Annotated[float | None, typer.Option(help="Of one accelerator, instead of the table's.")] = None,
-    memory_fraction: Annotated[float, typer.Option(help="Of the memory, what the server may use.")] = 0.9,
-    workspace_gib: Annotated[float, typer.Option(help="On each accelerator: activations, graphs, buffers.")] = 4.0,
-    parameters: Annotated[float | None, typer.Option(help="Weights, 8.03e9; default: counted from the config.")] = None,
-    weights_precision: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4.")] = "bf16",
-    weights_gib: Annotated[float | None, typer.Option(help="Weights as loaded, all accelerators together.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache: bf16, fp16, fp32, fp8 or int8.")] = "bf16",
-    kv_bytes: Annotated[float | None, typer.Option(help="Bytes of a cached token, instead of the config's.")] = None,
-    kv_copies: Annotated[
-        float | None, typer.Option(help="How often the cache lies on a replica's accelerators; 1: split evenly.")
+    count: Annotated[int, typer.Option(help="Accelerators of one replica (tensor parallel), e.g. 4.")] = 1,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="GiB of one accelerator, instead of the table's, e.g. 79.6.")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a cache block.")] = 16,
-    utilization: Annotated[float, typer.Option(help="Share of a ceiling that is planned with.")] = 0.7,
-    price: Annotated[str, typer.Option(help="Of one accelerator: 2.50/h, $2.50/h.")] = "",
-    price_source: Annotated[str, typer.Option(help="Where the price is from and of when; printed beside it.")] = "",
-    telemetry_cost: Annotated[str, typer.Option(help="Telemetry and gateway of the fleet: 1.20/h.")] = "",
-    telemetry_source: Annotated[str, typer.Option(help="Where that is from and of when.")] = "",
-    at_load: Annotated[str, typer.Option(help="Read the curves there, 32,48: up to twice the largest load.")] = "",
+    memory_fraction: Annotated[
+        float, typer.Option(help="Share of the memory that the server may use, e.g. 0.9.")
+    ] = 0.9,
+    workspace_gib: Annotated[
+        float, typer.Option(help="GiB on each accelerator for activations, graphs, buffers, e.g. 4.")
+    ] = 4.0,
+    parameters: Annotated[
+        float | None, typer.Option(help="Weights, e.g. 8.03e9; default: counted from the config.")
+    ] = None,
+    weights_precision: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4.")] = "bf16",
+    weights_gib: Annotated[
+        float | None, typer.Option(help="GiB of weights as loaded, all accelerators together, e.g. 15.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: bf16, fp16, fp32, fp8 or int8.")] = "bf16",
+    kv_bytes: Annotated[
+        float | None, typer.Option(help="Bytes of a cached token, instead of the config's, e.g. 131072.")
+    ] = None,
+    kv_copies: Annotated[
+        float | None,
+        typer.Option(help="How often the cache lies on a replica's accelerators, e.g. 2; 1: split evenly."),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a cache block, e.g. 16.")] = 16,
+    utilization: Annotated[
+        float, typer.Option(help="Share of a ceiling, and of a closed loop's rate, that is planned with, e.g. 0.7.")
+    ] = 0.7,
+    price: Annotated[str, typer.Option(help="Of one accelerator, e.g. 2.50/h or $2.50/h.")] = "",
+    price_source: Annotated[
+        str, typer.Option(help="Where the price is from and of when, e.g. 'list of 2026-01'; printed beside it.")
+    ] = "",
+    telemetry_cost: Annotated[str, typer.Option(help="Telemetry and gateway of the fleet, e.g. 1.20/h.")] = "",
+    telemetry_source: Annotated[
+        str, typer.Option(help="Where that is from and of when, e.g. 'invoice of 2026-01'.")
+    ] = "",
+    at_load: Annotated[
+        str, typer.Option(help="Loads at which to read the curves, e.g. 32,48: up to twice the largest measured.")
+    ] = "",
     window_delay: Annotated[
-        str, typer.Option(help="Batch window of each run in their order, 0ms,2ms: what it buys and costs.")
+        str, typer.Option(help="Batch window of each run in their order, e.g. 0ms,2ms: what it buys and costs.")
     ] = "",
     format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
 ) -> None:
-    """What one replica carries, how many are needed, what they cost."""
+    """What one replica carries, how many are needed, what they cost.
+
+    Limits are those of --slo, else the ones that the run was made with; without any, only ceilings are said. A rate
+    that a closed loop proves is planned with times --utilization, since users come at random; that of an open loop or
+    a replay as it is.
+
+    Example: llm-bench capacity runs/x --slo 'ttft_p95<800ms,error_rate<1%' --target-rate 28 --spares 1 --price 2.50/h
+    """
     from llm_bench import capacity_plan, capacity_report, objectives, results
 
     check_numbers(context.params, LIMITS)
@@ -253,16 +294,20 @@ def _of_table(name: str, table: Mapping[str, float], option: str) -> float:
 
 
 def _assumed(pairs: Sequence[str]) -> tuple["WhatIf", float | None]:
-    """(the figures, utilization where it is among them) of `name=value` texts; commas part them too."""
+    """(the figures, utilization where it is among them) of texts of `name=value`, parted by blanks or commas."""
     from llm_bench.capacity_ask import WhatIf
 
     found: dict[str, float] = {}
     share = None
-    for pair in (part for text in pairs for part in text.split(",") if part.strip()):
+    parts = (part.strip(" ,") for text in pairs for part in re.split(r"[\s,]+(?=\w+\s*=)", text))
+    for pair in filter(None, parts):
         name, sign, text = (part.strip() for part in pair.partition("="))
         known = [*_WHAT_IF, "utilization"]
         if not sign or name not in known:
-            raise BenchError(f"--what-if {pair!r}: expected name=value, with a name of {', '.join(known)}")
+            example = "--what-if 'tokens_per_second=18000 tokens_out=450'"
+            raise BenchError(
+                f"--what-if {pair!r}: expected name=value as in {example}, with a name of {', '.join(known)}"
+            )
         if name == "utilization":
             share = _plain(text, pair)
             check_numbers({"utilization": share}, LIMITS)

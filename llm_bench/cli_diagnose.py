@@ -10,14 +10,17 @@ from llm_bench.options import check_word
 
 
 def diagnose(
-    run: Annotated[Path | None, typer.Argument(help="Run folder; default: the newest in runs/.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="Run folder, e.g. runs/x; default: the newest in runs/.")] = None,
     format: Annotated[str, typer.Option("--format", help="terminal, md or json.")] = "terminal",  # noqa: A002
 ) -> None:
     """Say where the time of each cell went, and what held it back.
 
     Each finding stands with its evidence. How sure a finding is depends on what was seen: records alone, the
     server's own account in its answers, its metrics (run --metrics-url), its GPUs (run --gpu). What could not be
-    judged is said, with what is missing; so is a cell in which nothing was found.
+    judged is said, with what is missing; so is a cell in which nothing was found. Repeats of a cell are told together,
+    in --format json each alone.
+
+    Example: llm-bench diagnose runs/x, of a run that was made with --metrics-url auto
     """
     from llm_bench import diagnose_report, results
 

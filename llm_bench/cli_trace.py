@@ -1,5 +1,6 @@
 """`llm-bench trace`: look at traces, convert, fit, make, anonymise and mix them."""
 
+import gc
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -7,15 +8,49 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from llm_bench import terminal
 from llm_bench.errors import BenchError
 from llm_bench.options import BlockSize, Dejitter, Map, SkipBad, TraceFormat, Turns, Unit, check_numbers, columns
 
-app = typer.Typer(help="Look at traces; convert, fit, make, anonymise and mix them.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(help="Trace file of any format; .gz, .bz2 and .zst as they are.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="File to write; .gz is packed. Nothing is overwritten.")]
+class _Commands(TyperGroup):
+    def invoke(self, context: Any) -> Any:
+        enabled = gc.isenabled()
+        gc.disable()  # what a command reads or makes it keeps: to walk over millions of rows again and again frees none
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            raise terminal.InterruptError("interrupted; no file is left half written") from None
+        finally:
+            if enabled:
+                gc.enable()
+
+
+app = typer.Typer(
+    cls=_Commands, help="Look at traces; convert, fit, make, anonymise and mix them.", no_args_is_help=True
+)
+
+
+def _named(text: str) -> Path:
+    """A path: Path("") would be the folder one stands in."""
+    if not text:
+        raise BenchError("the name of a file is empty, expected a path")
+    return Path(text)
+
+
+File = Annotated[
+    Path,
+    typer.Argument(parser=_named, metavar="FILE", help="Trace file of any format; .gz, .bz2 and .zst as they are."),
+]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out", "-o", parser=_named, metavar="FILE", help="File to write; .gz is packed. Nothing is overwritten."
+    ),
+]
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.zst")  # what a trace that is written may be called
 Seed = Annotated[int, typer.Option(help="The same seed makes the same trace on any machine.")]
 TEXT_BLOCK = 16  # tokens: of a block of an anonymised text, as vLLM's prefix cache has them
 LIMITS: dict[str, tuple[float, float]] = {
@@ -42,19 +77,21 @@ def _read(file: Path, params: Mapping[str, Any]) -> Trace:
     )
 
 
-def _write(out: Path, trace: Trace) -> None:
+def _write(out: Path, trace: Trace, made: str = "") -> None:
     from llm_bench import trace as files
 
-    _check_new(out)
     files.write(out, trace)
-    terminal.show(f"{out}: {len(trace.requests):,} requests\n")
+    terminal.show(f"{out}: {len(trace.requests):,} requests{made}\n")
 
 
-def _check_new(out: Path) -> None:
-    if out.exists():
-        raise BenchError(f"-o {out}: it is there already, and nothing is overwritten; give a new name")
+def _check_new(out: Path, suffixes: tuple[str, ...] = JSONL, content: str = "JSONL", option: str = "-o") -> None:
+    """BenchError, before any work, for a file that is there or a name that tells of another content."""
+    if not out.name.lower().endswith(suffixes):
+        raise BenchError(f"{option} {out}: this writes {content}; expected a name that ends in {' or '.join(suffixes)}")
+    if out.exists() or out.is_symlink():
+        raise BenchError(f"{option} {out}: it is there already, and nothing is overwritten; give a new name")
     if not out.parent.is_dir():
-        raise BenchError(f"-o {out}: no folder {out.parent}")
+        raise BenchError(f"{option} {out}: no folder {out.parent}")
 
 
 def _say_notes(trace: Trace) -> None:
@@ -74,7 +111,9 @@ def inspect(
     skip_bad: SkipBad = 0,
     mapping: Map = "",
     format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
-    plot: Annotated[Path | None, typer.Option(help="Draw it too, into this .png or .svg file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=_named, metavar="FILE", help="Draw it too, into this .png or .svg file.")
+    ] = None,
 ) -> None:
     """Format, unit, rates, burstiness, lengths, sharing, sessions and doubts of a trace."""
     from llm_bench import doctor, trace_plot, trace_report, workload
@@ -82,7 +121,6 @@ def inspect(
     if format not in ("terminal", "md", "json"):
         raise BenchError(f"--format {format!r}: expected terminal, md or json")
     if plot is not None:
-        _check_new(plot)
         _check_picture(plot)
     found = _read(file, context.params)
     described, findings = workload.describe(found), doctor.examine(found)
@@ -100,8 +138,7 @@ def inspect(
 def _check_picture(path: Path) -> None:
     from importlib.util import find_spec
 
-    if path.suffix not in (".png", ".svg"):
-        raise BenchError(f"--plot {path}: expected a name that ends in .png or .svg")
+    _check_new(path, (".png", ".svg"), "a picture", "--plot")
     if find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib: in the project's folder, pip install '.[plots]'")
 
@@ -139,7 +176,7 @@ def convert(
 def fit(
     context: typer.Context,
     file: File,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Model to write, JSON.")],
+    out: Annotated[Path, typer.Option("--out", "-o", parser=_named, metavar="FILE", help="Model to write, JSON.")],
     trace_format: TraceFormat = None,
     unit: Unit = None,
     turns: Turns = None,
@@ -149,15 +186,17 @@ def fit(
     bins: Annotated[
         float | None, typer.Option(help="Seconds of a bin of the rate; default: by the number of rows.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw trace and fit beside each other, .png or .svg.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(parser=_named, metavar="FILE", help="Draw trace and fit beside each other, .png or .svg."),
+    ] = None,
 ) -> None:
     """Fit arrivals, lengths, sessions and prefix sharing, and say how good the fit is."""
     from llm_bench import fit as fits
     from llm_bench import goodness, goodness_plot, model_file, synth
 
-    _check_new(out)
+    _check_new(out, (".json",), "a model as JSON")
     if plot is not None:
-        _check_new(plot)
         _check_picture(plot)
     found = _read(file, context.params)
     _say_notes(found)
@@ -175,7 +214,12 @@ def fit(
 @app.command()
 def synth(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="Model that `trace fit` wrote, or a folder of ServeGen's clients.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            parser=_named, metavar="MODEL", help="Model that `trace fit` wrote, or a folder of ServeGen's clients."
+        ),
+    ],
     out: Out,
     rate: Annotated[float | None, typer.Option(help="Conversations begun per second; default: the model's.")] = None,
     duration: Annotated[
@@ -196,16 +240,29 @@ def synth(
     if model.is_dir():
         if duration is None:
             raise BenchError(f"{model}: a folder of clients has no span of its own; give --duration")
+        if lengths != 1.0:
+            raise BenchError("--lengths is of a fitted model; a run scales any trace: run --scale-lengths")
         made = servegen.generate(servegen.read_folder(model), duration_s=duration, start_s=start, rate=rate, seed=seed)[
             :requests
         ]
-        if lengths != 1.0:
-            raise BenchError("--lengths is of a fitted model; a run scales any trace: run --scale-lengths")
     else:
+        if start:
+            raise BenchError(f"--start is of a folder of ServeGen's clients; {model} is a fitted model: leave it out")
         made = synths.synth(
             model_file.load(model), rate=rate, duration_s=duration, count=requests, seed=seed, lengths=lengths
         )
-    _write(out, Trace(made, "llm-bench", str(model), [], {}))
+    _write(out, Trace(made, "llm-bench", str(model), [], {}), _rates(made, duration))
+
+
+def _rates(made: Sequence[Any], duration_s: float | None) -> str:
+    """What chance made of the rates asked for."""
+    at_s = [r.at_s for r in made if r.at_s is not None]
+    span_s = duration_s if duration_s is not None and at_s and at_s[-1] <= duration_s else max(at_s, default=0.0)
+    if not span_s:
+        return ""
+    begun = sum(r.turn == 0 for r in made)
+    conversations = f"; {begun:,} conversations begun, {begun / span_s:.3g}/s" if begun < len(made) else ""
+    return f", {len(made) / span_s:.3g}/s{conversations}"
 
 
 @app.command()

@@ -9,11 +9,14 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
+import secrets
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal, InvalidOperation
 from itertools import chain
 from pathlib import Path
@@ -28,6 +31,7 @@ _BOM = b"\xef\xbb\xbf"
 _ZST_BYTES = 2**10  # fed at once: a block of three bytes may stand for 128 KiB, and all that comes out is held
 _BATCH_ROWS = 8192  # of a Parquet file that are in memory at once
 _LONGEST_INT = 40  # digits; more are no count and no time, and int() itself refuses over 4,300
+MOST_CELL = 100_000_000  # characters of one cell of CSV: a prompt of the longest context, and not a file of one quote
 
 
 class Items(NamedTuple):
@@ -101,6 +105,37 @@ class _Zst(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+@contextmanager
+def new_file(path: Path, option: str = "-o") -> Iterator[Path]:
+    """A name beside `path` to write to, of the same suffix, which is `path` from the end of the `with` on.
+
+    Whatever ends it earlier (an error, Ctrl-C, a full disk) leaves nothing; a killed process leaves the other name,
+    which no later one meets. Nothing is ever overwritten, whoever made it and when. Raises BenchError naming `option`.
+    """
+    part = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.part{path.suffix[:50]}")
+    try:
+        yield part
+        _named(part, path)
+    except FileExistsError:
+        raise BenchError(f"{option} {path}: it is there already, and nothing is overwritten; give a new name") from None
+    except OSError as e:
+        raise BenchError(f"{option} {path}: cannot be written: {e.strerror or e}") from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _named(part: Path, path: Path) -> None:
+    """A rename would replace a file that came meanwhile; a link does not."""
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        path.open("xb").close()
+        part.replace(path)
 
 
 @contextmanager
@@ -239,6 +274,12 @@ def _value(text: str, start: int, *, whole: bool) -> tuple[object, int]:
         raise ValueError("not JSON: it has half a surrogate pair, which is no text") from None
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
+    except ValueError as e:
+        if "int_max_str_digits" not in str(e):
+            raise
+        raise ValueError(
+            f"a whole number of over {sys.get_int_max_str_digits()} digits, which is no count and no time"
+        ) from None
     return value, end
 
 
@@ -285,10 +326,11 @@ def _csv(number: int, header: str, lines: Iterator[tuple[int, bytes]]) -> Items:
     """Columns by name; a quoted cell may hold line ends. Tabs or semicolons part them where no comma could."""
     others = [d for d in ";\t" if d in header]
     delimiter = others[0] if len(others) == 1 and "," not in header else ","
+    csv.field_size_limit(MOST_CELL)
     try:
-        cells = next(csv.reader([header], delimiter=delimiter, strict=True))
+        cells = next(csv.reader([header], delimiter=delimiter, skipinitialspace=True, strict=True))
     except csv.Error as e:
-        raise ValueError(f"no line of CSV: {e}") from None
+        raise ValueError(_no_csv(e)) from None
     names = _unique([(name.strip(), None) for name in cells])
     return Items(number, names, True, _csv_rows(list(names), delimiter, number, lines))
 
@@ -304,7 +346,7 @@ def _csv_rows(names: list[str], delimiter: str, before: int, lines: Iterator[tup
                 undecoded.append((number, e))
                 yield "\n"
 
-    reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+    reader = csv.reader(texts(), delimiter=delimiter, skipinitialspace=True, strict=True)
     columns, ended = len(names), before  # a row may be of several lines: its number is that of the first
     more = True
     while more:
@@ -321,14 +363,31 @@ def _csv_rows(names: list[str], delimiter: str, before: int, lines: Iterator[tup
             more = False
         except csv.Error as e:
             number, ended = ended + 1, before + reader.line_num
-            yield number, ValueError(f"no line of CSV: {e}")
+            yield number, ValueError(_no_csv(e))
+
+
+_CSV_FAULTS = {  # what Python's reader says -> what it means to who wrote the file
+    "new-line character": "a carriage return stands inside it, expected lines that end in LF or in CR LF",
+    "field larger": f"a cell of over {MOST_CELL:,} characters",
+    "unexpected end of data": "the file ends inside a quoted cell",
+    "line contains NUL": "a byte of value 0 stands in it",
+}
+
+
+def _no_csv(error: csv.Error) -> str:
+    said = str(error)
+    return f"no line of CSV: {next((ours for theirs, ours in _CSV_FAULTS.items() if said.startswith(theirs)), said)}"
 
 
 def _cell(text: str) -> int | str | None:
     """A whole number as such; text that only looks like one (007, digits of other scripts) stays text; "" is None."""
-    if text.isdecimal() and text.isascii() and len(text) < _LONGEST_INT and (text[0] != "0" or text == "0"):
+    if _is_whole(text):
         return int(text)  # nearly every cell
-    return text.strip() or None
+    text = text.strip()
+    return int(text) if _is_whole(text) else text or None
+
+
+_is_whole = re.compile(rf"0|[1-9][0-9]{{0,{_LONGEST_INT - 2}}}").fullmatch
 
 
 def _parquet(path: Path, file: IO[bytes]) -> Items:

@@ -5,6 +5,7 @@ where it says so in it, else the means of its histograms, which are of all reque
 is in neither is not made up: it is the rest, and its share is the error of the whole.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,6 +85,28 @@ def decompose(cell: Cell, window: Window, scraped: Figures | None = None) -> Dec
     rest = mean["e2e"] - sum(p.ms for p in parts if p.ms is not None)
     notes = _notes(cell, window, scraped) if any(p.source.startswith(SCRAPED) for p in parts) else []
     return Decomposition(mean["e2e"], int(ok.sum()), parts, rest, notes)
+
+
+def pooled(of: Sequence[Decomposition]) -> Decomposition | None:
+    """One or more runs of a load as one, each by its requests; None where they do not have the same parts."""
+    names = [[p.name for p in one.parts] for one in of]
+    if any(mine != names[0] for mine in names):
+        return None
+    weights = [one.requests for one in of]
+    total = sum(weights)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / total
+
+    parts = []
+    for same in zip(*(one.parts for one in of), strict=True):
+        known = [p.ms for p in same if p.ms is not None]
+        why = next((p.why for p in same if p.ms is None), "")
+        sources = " or ".join(dict.fromkeys(p.source for p in same if p.source))
+        parts.append(Part(same[0].name, mean(known) if not why else None, "" if why else sources, why))
+    e2e = mean([one.e2e_ms for one in of])
+    rest = e2e - sum(p.ms for p in parts if p.ms is not None)
+    return Decomposition(e2e, total, parts, rest, list(dict.fromkeys(note for one in of for note in one.notes)))
 
 
 def account(cell: Cell, ok: np.ndarray, scraped: Figures | None, name: str) -> Account:

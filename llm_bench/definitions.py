@@ -6,6 +6,7 @@ from typing import NamedTuple
 from llm_bench import metrics
 from llm_bench.metrics import QUANTILES, REDUCERS, WHOLE
 from llm_bench.series import SERIES
+from llm_bench.words import GOOD_AND_ALL
 
 _OK = "ok requests due in the window"
 REDUCED = {
@@ -43,6 +44,8 @@ def definitions(names: Sequence[str]) -> Iterator[Definition]:
     for of in dict.fromkeys(m.of for m in parsed):
         row = SERIES.get(of) or WHOLE[of]
         yield Definition(of, "" if row.unit == "1" else row.unit, row.meaning)
+    if {"goodput", "requests_per_second"} <= {m.of for m in parsed}:
+        yield Definition("goodput, requests_per_second", "", GOOD_AND_ALL)
     used = {m.reducer for m in parsed}
     if quantiles := [q for q in QUANTILES if q in used]:
         yield Definition(", ".join(quantiles), "", f"percentiles of {_OK}, by linear interpolation")

@@ -10,13 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llm_bench.client import CLIENT_CHECKS, CLIENT_LIMITED
+from llm_bench import windows
+from llm_bench.client import BUSY as CLIENT_BUSY
+from llm_bench.client import CLIENT_CHECKS, CLIENT_LIMITED, LATE, LIMITED, MAX_CPU_SHARE, STALLED
 from llm_bench.columns import Cell
 from llm_bench.decompose import IN_ANSWERS, STAMPS, account
 from llm_bench.evidence import Case, Finding, Sure, cached_share, flushes
 from llm_bench.facts import Facts
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
 
+CLIENT_SHARE, CLIENT_LARGE = (
+    0.05,
+    0.2,
+)  # of e2e (or the window), from which the client held a cell back at all, and much
 WAITING_SHARE = 0.4  # of the requests at the server, that its queue holds, to call its batch the limit
 PLATEAU = 0.8  # a batch that is on average so near its largest is held there by something
 KV_FULL = 0.9  # on average; or so full that one more request like those in it would not fit
@@ -43,6 +49,7 @@ TIMER_MS, TIMER_SPREAD, TIMER_TOKENS = 15.0, 0.15, 1.5  # interval, its quartile
 TIMER_VARIES = 0.15  # spread of the tokens a flush from which on they do not set the interval
 CACHED_APART = 0.05  # of prompt tokens
 HOT = 1.5  # times the mean replica's tokens
+SCRAPE_IT = "rerun with --metrics-url auto"
 _MEMORY = re.compile(r"out of memory|\bOOM\b|kv[ -]?cache.{0,40}(full|exhaust|no space|not enough)", re.I)
 
 
@@ -72,7 +79,7 @@ def diagnose(case: Case) -> Diagnosis:
 def _needs_scrape(*wanted: str) -> Callable[[Case], str]:
     def why(case: Case) -> str:
         if case.server is None:
-            return "the server's metrics were not scraped, or under twice in the window (--metrics-url)"
+            return f"the server's metrics were not scraped, or under twice in the window: {SCRAPE_IT}"
         missing = [m for m in wanted if m not in case.server.of]
         return f"the server's metrics have no {', '.join(missing)}" if missing else ""
 
@@ -84,7 +91,7 @@ def _needs_ok(case: Case) -> str:
 
 
 def _needs_gpu(case: Case) -> str:
-    return "" if case.gpus("gpu_busy") is not None else "no GPU was looked at (--gpu, on the server's machine)"
+    return "" if case.gpus("gpu_busy") is not None else "no GPU was looked at: rerun with --gpu on the server's machine"
 
 
 def _needs_streams(case: Case) -> str:
@@ -102,7 +109,7 @@ def _needs_replicas(case: Case) -> str:
     if case.urls > 1:
         return (
             "the target has several URLs and records do not say which one answered; give each replica's metrics: "
-            "--metrics-url URL|URL"
+            "rerun with --metrics-url URL|URL"
         )
     return "one server, as far as is known"
 
@@ -119,17 +126,57 @@ def _needs_account(case: Case) -> str:
 
 
 def _client(case: Case) -> Finding | None:
+    """What this client's own part is of the whole time; of TTFT alone it is a doubt of the report, and no cause."""
     facts = Facts(case.cell, case.window, (), (), case.end)
-    found = {kind: doubt for kind in CLIENT_LIMITED if (doubt := CLIENT_CHECKS[kind](facts))}
-    if not found:
+    doubts = {kind: doubt for kind in CLIENT_LIMITED if (doubt := CLIENT_CHECKS[kind](facts))}
+    sizes = {kind: size for kind in doubts if (size := _CLIENT_SIZES[kind](case)) >= CLIENT_SHARE}
+    if not sizes:
         return None
-    first = next(iter(found.values()))
+    worst = max(sizes, key=lambda kind: sizes[kind])
+    large = sizes[worst] >= CLIENT_LARGE
+    advice = doubts[worst].advice or "Use more --workers, or another machine"
+    rest = "before that believe no other finding" if large else "latencies are that much too high; other findings stand"
+    lag = case.parts.ms("client lag") if case.parts else None
+    share = f"; its lag is {lag / case.parts.e2e_ms:.0%} of e2e" if case.parts and lag and case.parts.e2e_ms else ""
     return Finding(
-        "; ".join(f"{kind}: {doubt.text}" for kind, doubt in found.items()),
-        "sure",
+        "; ".join(f"{kind}: {doubts[kind].text}" for kind in sizes) + share,
+        "sure" if large else "possible",
         "this client's own stamps and CPU time",
-        f"{first.advice or 'Use more --workers, or another machine'}; before that believe no other finding",
+        f"{advice}; {rest}",
     )
+
+
+def _lag_size(case: Case) -> float:
+    """Of the mean e2e."""
+    lag = case.parts.ms("client lag") if case.parts else None
+    return lag / case.parts.e2e_ms if case.parts and lag and case.parts.e2e_ms else 0.0
+
+
+def _stall_size(case: Case) -> float:
+    """Of the window, the stalls of all workers after each other."""
+    stalls = case.end.get("loop_stalls")
+    spans = [(at, at + ms * 1e6) for at, ms in stalls] if isinstance(stalls, list) else []
+    begun, ended = np.array(spans, np.float64).reshape(-1, 2).T.astype(np.int64)
+    return windows.overlap_s(begun, ended, case.window) / case.window.seconds
+
+
+def _busy_size(case: Case) -> float:
+    """How late its loop was (p99) against the mean e2e, all of it where the core was full."""
+    facts = Facts(case.cell, case.window, (), (), case.end)
+    if facts.ended("client_cpu_share") > MAX_CPU_SHARE or not case.parts or not case.parts.e2e_ms:
+        return 1.0
+    of_workers = case.end.get("worker_loop_lag_ms")
+    lags = [facts.ended("loop_lag_p99_ms"), *(of_workers if isinstance(of_workers, list) else [])]
+    return float(max(lags)) / case.parts.e2e_ms
+
+
+# What a doubt about the client is of the whole, as a share. At the ceiling that selfcheck found it is all of it.
+_CLIENT_SIZES: Mapping[str, Callable[[Case], float]] = {
+    LATE: _lag_size,
+    STALLED: _stall_size,
+    CLIENT_BUSY: _busy_size,
+    LIMITED: lambda _: 1.0,
+}
 
 
 def _network(case: Case) -> Finding | None:
@@ -392,8 +439,23 @@ def _queueing(case: Case) -> Finding | None:
         f"{queue.ms:.0f} ms of a mean TTFT of {mean:.0f} ms are waiting in the server's queue",
         "sure" if queue.source == IN_ANSWERS else "likely",
         queue.source,
-        "The batch's seats, KV memory and long prompts, as far as they were judged, do not explain it: look at the "
-        "tokens a step, at scheduling, at what the server does beside; more replicas shorten any queue",
+        _next_of_a_queue(case),
+    )
+
+
+def _next_of_a_queue(case: Case) -> str:
+    """By which of its causes were looked for: what was not judged explains nothing away."""
+    causes = ("small batches", "KV memory full", "preemption storm", "long prefills")
+    missing = [kind for kind in causes if RULES[kind].needs(case)]
+    judged = [kind for kind in causes if kind not in missing]
+    if missing:
+        unscraped = case.server is None and missing != ["long prefills"]
+        todo = SCRAPE_IT if unscraped else f"see why below ({RULES[missing[0]].needs(case)})"
+        seen = f"; {' and '.join(judged)} were looked for and not seen" if judged else ""
+        return f"{', '.join(missing)} could not be judged: {todo}{seen}. More replicas shorten any queue"
+    return (
+        f"{', '.join(judged)} were looked for and do not explain it: look at the tokens a step, at scheduling, at what "
+        "the server does beside; more replicas shorten any queue"
     )
 
 
@@ -414,7 +476,7 @@ def _spikes(case: Case) -> Finding | None:
         f"of prompts up to the median length, p95 TTFT is {p95:.0f} ms, p50 {p50:.0f} ms",
         "possible",
         "records; the server says nothing of its queue",
-        "Scrape its metrics (--metrics-url): queue time and preemptions tell the causes apart",
+        f"{SCRAPE_IT[0].upper()}{SCRAPE_IT[1:]}: queue time and preemptions tell the causes apart",
     )
 
 

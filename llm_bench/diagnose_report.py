@@ -1,15 +1,16 @@
 """What a diagnosis says, to people and programs: where the time of a cell went, what was found, what was not judged."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_bench import scrape
-from llm_bench.decompose import Decomposition
+from llm_bench.decompose import Decomposition, pooled
 from llm_bench.diagnose import Diagnosis, diagnose
 from llm_bench.errors import BenchError
-from llm_bench.evidence import Case, related
+from llm_bench.evidence import SUREST, Case, Finding, related
 from llm_bench.results import Measured, Run
 from llm_bench.server_metrics import METRICS_OF, Figure, Figures
 from llm_bench.words import number
@@ -57,30 +58,83 @@ def _case(run: Run, m: Measured) -> tuple[Case, list[str]]:
     return case, [*lines, found.cost]
 
 
+class Block(NamedTuple):
+    """What is said of a cell, or of the repeats of one together."""
+
+    head: str
+    time: list[str]
+    figures: list[str]
+    scraped: list[str]
+    findings: list[tuple[str, str, Finding]]  # kind, how sure and in how many runs, the surest of them
+    rest: list[str]
+
+
+def blocks(cells: Sequence[Diagnosed]) -> list[Block]:
+    """One of each target at each load, in the order of the run."""
+    groups: dict[tuple[str, str], list[Diagnosed]] = {}
+    for of in cells:
+        groups.setdefault((of.diagnosis.case.target, of.diagnosis.case.load), []).append(of)
+    return [_block(mine) for mine in groups.values()]
+
+
+def _block(of: list[Diagnosed]) -> Block:
+    cases, runs = [one.diagnosis.case for one in of], len(of)
+    head = _head(of[0])
+    if runs > 1:
+        states = Counter(case.window.state for case in cases if case.window.state)
+        shown = ", ".join(state if count == runs else f"{count} {state}" for state, count in states.items())
+        head = f"{cases[0].target} at {cases[0].load} ({runs} runs{f', {shown}' if shown else ''})"
+    parts = [case.parts for case in cases if case.parts is not None]
+    together = pooled(parts) if parts else None
+    time = _time(together)
+    if parts and together is None:
+        time = ["where the time went: its runs account for different parts; --format json has each"]
+    figures = _figures(cases[0]) if runs == 1 else []
+    if runs > 1 and any(_figures(case) for case in cases):
+        figures = ["what was scraped of each run: --format json"]
+    found: dict[str, list[Finding]] = {}
+    for one in of:
+        for kind, finding in one.diagnosis.findings.items():
+            found.setdefault(kind, []).append(finding)
+    findings = []
+    for kind, mine in found.items():
+        surest = min(mine, key=lambda f: SUREST.index(f.sure))
+        where = f"{surest.sure}; in {len(mine)} of {runs} runs; of one" if runs > 1 else surest.sure
+        findings.append((kind, where, surest))
+    return Block(head, time, figures, _counted(of, runs), findings, _rest([one.diagnosis for one in of]))
+
+
+def _counted(of: Sequence[Diagnosed], runs: int) -> list[str]:
+    """What was said of the scrapes, once; of repeats only what went wrong differs by more than its counts."""
+    said = Counter(line for one in of for line in dict.fromkeys(one.scraped))
+    if runs == 1 or all(count == runs for count in said.values()):
+        return list(said)
+    return [line if count == runs else f"{line} (in {count} of {runs} runs)" for line, count in said.items()]
+
+
 def text(run: Run, cells: Sequence[Diagnosed]) -> str:
     """For a terminal."""
     lines = [f"run {run.path.name}"]
-    for of in cells:
-        lines += ["", _head(of), *(f"  {line}" for line in _time(of.diagnosis.case.parts))]
-        lines += [f"  {line}" for line in _figures(of.diagnosis.case)]
+    for of in blocks(cells):
+        lines += ["", of.head, *(f"  {line}" for line in (*of.time, *of.figures))]
         lines += [f"  scraped: {line}" for line in of.scraped]
-        for kind, found in of.diagnosis.findings.items():
-            lines += [f"  {kind.upper()} ({found.sure}): {found.seen}"]
+        for kind, where, found in of.findings:
+            lines += [f"  {kind.upper()} ({where}): {found.seen}"]
             lines += [f"    seen by: {found.sources}", f"    check next: {found.check}"]
-        lines += [f"  {line}" for line in _rest(of.diagnosis)]
+        lines += [f"  {line}" for line in of.rest]
     return "\n".join(lines) + "\n"
 
 
 def markdown(run: Run, cells: Sequence[Diagnosed]) -> str:
     lines = [f"# Diagnosis of {run.path.name}"]
-    for of in cells:
-        lines += ["", f"## {_head(of)}", ""]
-        lines += [f"- {line}" for line in (*_time(of.diagnosis.case.parts), *_figures(of.diagnosis.case))]
+    for of in blocks(cells):
+        lines += ["", f"## {of.head}", ""]
+        lines += [f"- {line}" for line in (*of.time, *of.figures)]
         lines += [f"- scraped: {line}" for line in of.scraped]
-        for kind, found in of.diagnosis.findings.items():
-            lines += ["", f"**{kind}** ({found.sure}): {found.seen}", ""]
+        for kind, where, found in of.findings:
+            lines += ["", f"**{kind}** ({where}): {found.seen}", ""]
             lines += [f"- seen by: {found.sources}", f"- check next: {found.check}"]
-        lines += ["", *_rest(of.diagnosis)]
+        lines += ["", *of.rest]
     return "\n".join(lines) + "\n"
 
 
@@ -101,17 +155,29 @@ def _head(of: Diagnosed) -> str:
 def _time(parts: Decomposition | None) -> list[str]:
     if parts is None:
         return ["where the time went: no ok request in the window"]
-    shown = [f"{p.name} {number(p.ms, 'ms')}" for p in parts.parts] + [f"rest {number(parts.rest_ms, 'ms')}"]
+    shown = [f"{p.name} {_ms(p.ms)}" for p in parts.parts] + [f"rest {_ms(parts.rest_ms)}"]
     verdict = "it adds up" if parts.adds_up else "it does not add up"
     if parts.unknown:
         verdict = f"{' and '.join(parts.unknown)} unknown, and in the rest"
     lines = [
-        f"where the time went, mean of {parts.requests} ok requests: e2e {number(parts.e2e_ms, 'ms')} ms = "
-        f"{' | '.join(shown)} (error {parts.error:.1%}: {verdict})"
+        f"where the time went, mean of {parts.requests} ok requests: e2e {_ms(parts.e2e_ms)} = "
+        f"{' | '.join(shown)} (rest {parts.error:.1%} of it: {verdict})"
     ]
-    why = dict.fromkeys(p.why for p in parts.parts if p.ms is None)
+    why: dict[str, list[str]] = {}
+    for p in parts.parts:
+        if p.ms is None:
+            why.setdefault(p.why, []).append(p.name)
     sources = [f"{p.name}: {p.source}" for p in parts.parts if p.source]
-    return [*lines, f"by {'; '.join(sources)}", *(f"unknown: {line}" for line in why), *parts.notes]
+    return [
+        *lines,
+        f"by {'; '.join(sources)}",
+        *(f"unknown: {' and '.join(names)}: {line}" for line, names in why.items()),
+        *parts.notes,
+    ]
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{number(value, 'ms')} ms"
 
 
 def _figures(case: Case) -> list[str]:
@@ -124,26 +190,35 @@ def _figures(case: Case) -> list[str]:
     return lines
 
 
+_OF_ONE = {
+    "running": " requests",
+    "waiting": " requests",
+}  # what a metric whose unit is 1 counts, where its name does not
+
+
 def _figure(metric: str, of: Figure, figures: Figures) -> str:
     kind, unit = METRICS_OF[metric].kind, METRICS_OF[metric].unit
-    words = "" if unit in ("1", "share") else f" {unit}"
+    words = _OF_ONE.get(metric, "") if unit in ("1", "share") else f" {unit}"
     name = metric.replace("_", " ")
     if of.value is None:
         return f"{name} –"
     resets = " (server started anew)" if of.resets else ""
     if kind == "counter":
-        return f"{name} {number(of.value, unit)}{words}, {number(of.value / figures.seconds, '')}/s{resets}"
+        return f"{name} {number(of.value, unit)}{words}, {number(of.value / figures.seconds, '')}{words}/s{resets}"
     most = f", at most {number(of.most, unit)}" if kind == "gauge" and of.most != of.value else ""
     return f"{name} {number(of.value, unit)}{words}{most}{resets}"
 
 
-def _rest(diagnosis: Diagnosis) -> list[str]:
+def _rest(of: Sequence[Diagnosis]) -> list[str]:
     lines = []
-    if not diagnosis.findings:
-        lines.append(f"nothing found; looked for: {', '.join(diagnosis.judged)}")
+    if not any(one.findings for one in of):
+        judged = [kind for kind in of[0].judged if all(kind in one.judged for one in of)]
+        lines.append(f"nothing found; looked for: {', '.join(judged)}")
     by_why: dict[str, list[str]] = {}
-    for kind, why in diagnosis.unjudged.items():
-        by_why.setdefault(why, []).append(kind)
+    for one in of:
+        for kind, why in one.unjudged.items():
+            kinds = by_why.setdefault(why, [])
+            kinds += [kind] if kind not in kinds else []
     return [*lines, *(f"not judged: {', '.join(kinds)}: {why}" for why, kinds in by_why.items())]
 
 

@@ -236,6 +236,8 @@ def _error(event: JsonObject) -> tuple[str, str]:
 # first token comes out of the prompt's pass; vLLM's generation_time_ms is first to last token.
 _TIMINGS = {
     "prompt_ms": ("server_prefill_ms", "server_ttft_ms"),
+    "queue_ms": ("server_queue_ms",),
+    "ttft_ms": ("server_ttft_ms",),  # the reference engine's: it holds the queue too, which prompt_ms does not
     "predicted_ms": ("server_decode_ms",),
     "predicted_per_token_ms": ("server_tpot_ms",),
 }

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_bench import prefixes, ticks
-from llm_bench.fields import BAD
+from llm_bench.fields import BAD, UNITS
 from llm_bench.request import Trace
 from llm_bench.workload import lengths, stamps
 
 LEAST_ROWS = 20  # of fewer rows, nothing is said about a spread or a rate
 RATES = (1e-3, 1e3)  # requests a second of any service whose trace is public: outside of it a unit is likely wrong
+EPOCH = (1e9, 4e9)  # seconds since 1970, from 2001 to 2096
 CHANCE = 14.0  # nats: what is less likely than e^-14, one in a million, is no chance
 LONGEST = 200  # gaps looked at: a trace of more holes than these is not one with holes
 HOLE = 3.0  # times as long as any gap that is none
@@ -57,6 +58,14 @@ def examine(trace: Trace) -> list[Finding]:
     return [Finding(kind, text, kind not in STATEMENTS) for kind, text in found if text]
 
 
+def warnings(trace: Trace, *, timed: bool = True) -> list[str]:
+    """The doubts that change what a run sends: how turns are read and, where times are used, unit and ticks."""
+    at_s = stamps(trace.requests)
+    case = _Case(trace, at_s, ticks.step_s(at_s), [], prefixes.faults([]))
+    kinds = ("turns", "unit", "ticks") if timed else ("turns",)
+    return [f"{kind}: {text}" for kind in kinds if (text := CHECKS[kind](case))]
+
+
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +79,11 @@ def _untimed(case: _Case) -> str:
 
 def _unit(case: _Case) -> str:
     unit = case.trace.facts.get("unit", "")
-    n, span = len(case.at_s), _span(case.at_s)
+    n, span, zero = len(case.at_s), _span(case.at_s), case.trace.facts.get("zero_s") or 0.0
+    right = [other for other in UNITS if unit in UNITS and EPOCH[0] <= zero * UNITS[other] / UNITS[unit] <= EPOCH[1]]
+    if right and unit not in right:
+        first = figure(zero * UNITS["s"] / UNITS[unit])
+        return f"the first stamp, {first}, read as {unit}, would be a date of our time in {right[0]}. Give the unit"
     if n < LEAST_ROWS or not span or unit == "date-time":
         return ""
     rate = n / span

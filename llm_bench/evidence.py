@@ -18,6 +18,7 @@ from llm_bench.windows import Window
 LEAST_FLUSHES = 30
 
 Sure = Literal["sure", "likely", "possible"]
+SUREST: tuple[Sure, ...] = ("sure", "likely", "possible")
 
 
 class Finding(NamedTuple):

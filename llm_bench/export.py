@@ -9,9 +9,10 @@ from typing import Any
 from llm_bench import metrics
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
+from llm_bench.printable import clean, lines
 from llm_bench.repeats import Group, groups
 from llm_bench.results import Asked, Run, Sheet, sheets
-from llm_bench.words import LIMITED, group_lines, not_the_same_work, or_default
+from llm_bench.words import LIMITED, group_lines, name_of, not_the_same_work, or_default
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
 
@@ -29,8 +30,9 @@ def rows(run: Run, asked: Asked) -> Iterator[dict[str, Any]]:
             unit = metrics.parse(name).unit
             yield {"target": m.target, "load": m.load, "metric": name, "unit": unit, "state": "missing"} | {
                 "doubts": 1,
+                "doubt_kinds": "missing cell",
                 "label": m.why,
-                "run": run.path.name,
+                "run": name_of(run),
             }
 
 
@@ -44,7 +46,7 @@ def _rows(run: Run, group: Group) -> Iterator[dict[str, Any]]:
             yield {
                 "target": group.target,
                 "load": first.load,
-                "class": line.of_class,
+                "class": clean(line.of_class),
                 "metric": v.name,
                 "value": v.value,
                 "unit": v.unit,
@@ -58,8 +60,9 @@ def _rows(run: Run, group: Group) -> Iterator[dict[str, Any]]:
                 "state": "; ".join(filter(None, dict.fromkeys(states))),
                 "failures": "; ".join(f.text for sheet in group.sheets for f in sheet.failures),
                 "doubts": len(group.doubts()),
+                "doubt_kinds": "; ".join(d.kind for d in group.doubts()),
                 "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
-                "run": run.path.name,
+                "run": name_of(run),
             }
 
 
@@ -76,7 +79,7 @@ def _tool_rows(run: Run, sheet: Sheet) -> Iterator[dict[str, Any]]:
                 "unit": line.unit,
                 "n": table.requests,
                 "label": "; ".join([f"ours: {line.ours}", line.why, *bounds, *([line.reason] if line.reason else [])]),
-                "run": run.path.name,
+                "run": name_of(run),
             }
 
 
@@ -194,7 +197,7 @@ def _value_document(v: Value) -> dict[str, Any]:
 
 
 COLUMNS = ["target", "load", "class", "metric", "value", "unit", "n", "runs", "pair", "ess"]
-COLUMNS += ["interval_low", "interval_high", "slo", "state", "failures", "doubts", "label", "run"]
+COLUMNS += ["interval_low", "interval_high", "slo", "state", "failures", "doubts", "doubt_kinds", "label", "run"]
 
 
 def csv_text(runs: Sequence[Run], asked: Asked) -> str:
@@ -203,9 +206,9 @@ def csv_text(runs: Sequence[Run], asked: Asked) -> str:
     writer.writeheader()
     for run in runs:
         writer.writerows(rows(run, or_default(asked, run)))
-    return out.getvalue()
+    return lines(out.getvalue())
 
 
 def json_text(runs: Sequence[Run], asked: Asked) -> str:
     made = [document(run, or_default(asked, run)) for run in runs]
-    return json.dumps({"schema": SCHEMA, "runs": made}, allow_nan=False) + "\n"
+    return lines(json.dumps({"schema": SCHEMA, "runs": made}, allow_nan=False)) + "\n"

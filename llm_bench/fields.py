@@ -1,7 +1,9 @@
 """One value of one row of a trace: read strictly, or refused with what was found and what would be right."""
 
+import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -19,12 +21,13 @@ Values = Mapping[str, Any]
 Row = tuple[int | None, Request]  # (its time in ns, on the trace's own scale; the request without at_s)
 UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}  # ns
 DATE_TIME = "date-time"  # the unit of times that are a date and a time of day
-LATEST_NS = 10**25  # on a file's own scale; a larger time is a mistake, and arithmetic on it may take for ever
+LATEST_NS = 10**28  # on a file's own scale; a larger time is a mistake, and arithmetic on it may take for ever
 HEADER = "llm_bench_trace"  # first key of our own format's header line; its value is the version
 HEADER_KEYS = {HEADER, "unit", "block_size", "turns", "about"}
 TURNS = ("cumulative", "new")  # a turn's input length: the whole prompt, or what the user adds
 NO_TURN = -1  # the row names no turn: its place in the file does
 FAILED, EMPTY, BAD = "failed in the trace", "empty", "bad row"  # reasons of Trace.skipped
+OF_BAD = "of a bad row's conversation"
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,25 @@ class Format(NamedTuple):
     header: bool = False  # a first JSON line says how the rows are meant
     any_unit: bool = False  # dates as well as numbers, as the user says
     note: str = ""  # what its rows hold that is not modelled
+    opens_anew: bool = (
+        False  # lengths are of whole prompts; one that cannot hold what went before begins a conversation
+    )
 
 
 def found(value: object, right: str) -> str:
-    shown = str(value) if isinstance(value, Decimal) else repr(value)
-    return f"{shown[:200]}, expected {right}"
+    return f"{_shown(value)[:200]}, expected {right}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False, default=lambda x: float(x) if isinstance(x, Decimal) else str(x))
+    return str(value) if isinstance(value, Decimal) else repr(value)
+
+
+def said(reading: Reading, what: str) -> None:
+    """Count a statement on the rows: the reader gives it as a note, its count before it."""
+    counts: Counter[str] = reading.known.setdefault("said", Counter())
+    counts[what] += 1
 
 
 def count(values: Values, *names: str) -> int | None:
@@ -76,12 +93,16 @@ def count(values: Values, *names: str) -> int | None:
             return value  # nearly every row's
     given = {name: values[name] for name in names if values.get(name) is not None}
     for name, value in given.items():
+        if isinstance(value, str) and _UNCLEAR.fullmatch(value):
+            raise ValueError(f"{name} is {found(value, 'digits alone: its point may be meant to part thousands')}")
         if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {found(value, 'a whole number, 0 or more')}")
+            digits = ", in digits alone" if isinstance(value, str) else ""
+            raise ValueError(f"{name} is {found(value, f'a whole number, 0 or more{digits}')}")
         if value > MOST_TOKENS:
             raise ValueError(f"{name} is {found(value, f'{MOST_TOKENS:,} at most')}")
     if len(set(given.values())) > 1:
-        raise ValueError(f"{given} name the same thing and differ; keep one of them")
+        both = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise ValueError(f"{both} name the same thing and differ; keep one of them")
     return next(iter(given.values()), None)
 
 
@@ -96,10 +117,12 @@ def nanoseconds(values: Values, name: str, unit_ns: int) -> int | None:
     if value is None:
         return None
     if type(value) not in (int, float, Decimal) or not 0 <= value < LATEST_NS // unit_ns:
-        raise ValueError(f"{name} is {found(value, 'a number, 0 or more')}")
+        large = type(value) in (int, float, Decimal) and value > 0
+        raise ValueError(f"{name} is {found(value, 'a time, fewer than 10^28 ns' if large else 'a number, 0 or more')}")
     return value * unit_ns if type(value) is int else round(Decimal(value) * unit_ns)
 
 
+_WHOLE = re.compile(r"\d{1,40}\.0{0,40}", re.A)
 _NUMBER = re.compile(r"\d{1,40}(?:\.\d{0,40})?(?:[eE][+-]?\d{1,2})?", re.A)
 
 
@@ -111,9 +134,17 @@ def numeric(values: Values, name: str) -> Values:
     return values
 
 
+_UNCLEAR = re.compile(r"\d{1,3}(?:\.\d{3})+", re.A)  # 2.000 is 2 here and 2,000 there
+
+
 def integral(values: Values, name: str) -> Values:
-    """The values, with a whole number under `name` as an int: tables with gaps hold 374 as 374.0."""
-    value = numeric(values, name).get(name)
+    """The values, with a whole number under `name` as an int: tables with gaps hold 374 as 374.0.
+
+    Text that may be meant otherwise (2.000, 1e3) stays text, which no count is.
+    """
+    value = values.get(name)
+    if isinstance(value, str) and _WHOLE.fullmatch(value) and not _UNCLEAR.fullmatch(value):
+        value = Decimal(value)
     if isinstance(value, (float, Decimal)) and 0 <= value < LATEST_NS and value == int(value):
         return {**values, name: int(value)}
     return values
@@ -181,7 +212,7 @@ def whole_numbers(values: Values, name: str) -> tuple[int, ...]:
     if value is None:
         return ()
     if type(value) is not list:
-        raise ValueError(f"{name} is {str(value)[:60]}, expected a list of whole numbers")
+        raise ValueError(f"{name} is {_shown(value)[:60]}, expected a list of whole numbers")
     for x in value:
         if type(x) is not int:
             raise ValueError(f"{name} has {found(x, 'whole numbers only')}")

@@ -296,6 +296,7 @@ FORMATS: dict[str, Format] = {
         detect=lambda first: {"Timestamp", "Request tokens", "Response tokens"} <= first.keys(),
         rows=_burstgpt_rows,
         unit="s",
+        opens_anew=True,
     ),
     "mooncake": Format(
         about="JSONL of timestamp, input_length, output_length, hash_ids",
@@ -312,6 +313,7 @@ FORMATS: dict[str, Format] = {
         rows=_bailian_rows,
         unit="s",
         block_size=16,
+        opens_anew=True,
     ),
     "ragpulse": Format(
         about="JSONL of timestamp (text), input_length, output_length, session_id, hash_ids (an object of lists)",

@@ -27,6 +27,7 @@ RHO = 0.05  # and three standard errors of the difference, sqrt(1/n + 1/m) each
 BURSTS, CV = 1.5, 1.3  # factors: index of dispersion, CV of all gaps; CV inside windows. Chance as for RHO
 PROFILE = 0.1  # relative error of the rate, on average, and half as much again as chance would show
 BOUND, LRU = 0.03, 0.05  # shares of tokens, of blocks
+LEAST_TO_JUDGE = 200  # requests: with fewer, chance leaves room for a fit that is poor
 SHARES = 0.05  # of requests in another class, or by another client
 
 
@@ -297,7 +298,9 @@ def text(g: Goodness) -> str:
         lines.append(f"requests in another class: {g.class_distance:.1%}")
     if g.stretched != 1:
         lines.append(f"the synthetic trace's times are multiplied by {g.stretched:.4g}, to compare at one rate")
-    lines += [f"poor fit: {warning}" for warning in g.warnings] or ["no poor fit found"]
+    few = f"{min(g.requests):,} requests are too few to tell a poor fit from chance"
+    good = "no poor fit found" if min(g.requests) >= LEAST_TO_JUDGE else few
+    lines += [f"poor fit: {warning}" for warning in g.warnings] or [good]
     return "\n".join(lines) + "\n"
 
 

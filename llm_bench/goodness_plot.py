@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llm_bench.containers import new_file
 from llm_bench.errors import BenchError
 from llm_bench.goodness import PARTS, capacities, compare, hit_curve, profile
 from llm_bench.request import Trace
@@ -24,13 +25,13 @@ def plot(original: Trace, synthetic: Trace, path: Path | str) -> None:
     """The page as PNG or SVG, by the path's suffix. Raises BenchError without matplotlib, or for another suffix."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise BenchError(f"{path}: expected a name that ends in {' or '.join(SUFFIXES)}")
+        raise BenchError(f"--plot {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise BenchError("pictures need matplotlib: pip install 'llm-bench[plots]'") from None
+        raise BenchError("--plot: pictures need matplotlib: pip install 'llm-bench[plots]'") from None
     stretched = compare(original, synthetic).stretched
     both = [dejitter(t.requests, "auto", seed=0)[0] for t in (original, synthetic)]
     times = [stamps(both[0]), stamps(both[1]) * stretched]
@@ -47,12 +48,9 @@ def plot(original: Trace, synthetic: Trace, path: Path | str) -> None:
     counts = " and ".join(f"{len(r):,}" for r in both)
     told = f"; synthetic times × {stretched:.3g}" if stretched != 1 else ""
     figure.suptitle(f"{Path(original.path).name}: original and synthetic ({counts} requests{told})")
-    try:
-        # neither a date nor random ids: the same figure is the same file
-        with matplotlib.rc_context({"svg.hashsalt": "llm-bench"}):
-            figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
-    except OSError as e:
-        raise BenchError(f"{path}: cannot be written: {e.strerror}") from None
+    # neither a date nor random ids: the same figure is the same file
+    with matplotlib.rc_context({"svg.hashsalt": "llm-bench"}), new_file(path, "--plot") as part:
+        figure.savefig(part, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
 
 
 def _lengths(ax: "Axes", before: tuple[np.ndarray, np.ndarray], now: tuple[np.ndarray, np.ndarray]) -> None:

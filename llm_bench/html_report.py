@@ -15,24 +15,33 @@ from llm_bench.as_tools import Table as Printed
 from llm_bench.charts import Figure
 from llm_bench.definitions import Definition, definitions
 from llm_bench.metrics import Value
-from llm_bench.objectives import Judged
+from llm_bench.outcomes import Failure
+from llm_bench.printable import clean, lines
+from llm_bench.repeats import Group, groups
 from llm_bench.results import Asked, Measured, Run, Sheet, sheets
 from llm_bench.series import outcome_in
 from llm_bench.timeline import Slices, slices, timeline
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
+    beside,
     by_target,
+    group_lines,
+    heading,
     legend,
+    name_of,
     number,
     or_default,
     remarks,
+    runs_legend,
+    said_of,
     shown_outcomes,
-    table_lines,
     title,
     tool_remarks,
     tool_rows,
     tool_title,
+    verdict_line,
+    verdicts,
     warnings,
 )
 
@@ -68,6 +77,13 @@ class Table(NamedTuple):
     foot: int = 0  # rows at the end that sorting leaves there
 
 
+class Place(NamedTuple):
+    """A target at a load: one cell, or its runs together."""
+
+    target: str
+    load: str
+
+
 class Said(NamedTuple):
     """A line of the verdict: what it is about, and the evidence in each place where it holds."""
 
@@ -99,6 +115,8 @@ class Section(NamedTuple):
     unjudged: bool  # no limits were asked for
     warnings: Sequence[str]
     tables: Sequence[Table]
+    runs_notes: Sequence[str]  # on the runs of each cell that was repeated
+    each_run: Sequence[Table]  # and every run of them alone
     curves: Sequence[Figure]
     distributions: Sequence[tuple[str, Sequence[Figure]]]
     cells: Sequence[CellSection]
@@ -120,7 +138,7 @@ def page(runs: Sequence[Run], asked: Asked) -> str:
     found = [_section(run, or_default(asked, run), f"r{i}") for i, run in enumerate(runs)]
     template, css, script = _template()
     hashed = {"style": _policy(css), "script": _policy(script)}
-    return template.render(runs=found, css=css, script=script, hashed=hashed)
+    return lines(template.render(runs=found, css=css, script=script, hashed=hashed))
 
 
 def _template() -> tuple["Template", str, str]:
@@ -140,19 +158,23 @@ def _policy(text: str) -> str:
 
 def _section(run: Run, asked: Asked, anchor: str) -> Section:
     mine = sheets(run, asked)
+    together = groups(mine, apart=asked.runs)
+    alone = [one for group in together if group.runs > 1 for one in groups(group.sheets, apart=True)]
     targets = by_target(mine)
     facts = run.facts or (run.cells[0].cell.header if run.cells else {})
     return Section(
         anchor=anchor,
-        title=f"run {run.path.name}",
+        title=f"run {name_of(run)}",
         lead=[part.strip() for part in title(run).split("  ·  ")[1:]] + _began(facts),
-        summary=_summary(run, mine),
-        held=_limits(mine, "MET"),
-        broke=[*_limits(mine, "MISSED"), *_failed(mine), *_missing(run)],
-        open=[*_limits(mine, "UNDECIDED"), *_doubtful(mine)],
+        summary=_summary(run, together),
+        held=_limits(together, "MET"),
+        broke=[*_limits(together, "MISSED"), *_failed(together), *_missing(run)],
+        open=[*_limits(together, "UNDECIDED"), *_doubtful(together)],
         unjudged=not asked.slo.limits,
         warnings=[f"{target}: {line}" for target, of in targets.items() for line in warnings(of)],
-        tables=[_figures(run, asked, mine), *_classes(asked, mine)],
+        tables=[_figures(run, asked, mine, together), *_classes(asked, mine, together)],
+        runs_notes=[f"{_where(group)}: {line}" for group in together if group.runs > 1 for line in said_of(group)],
+        each_run=[_table_of(asked, mine, alone, "Each run alone", ())] if alone else [],
         curves=charts.curves(targets, asked.slo),
         distributions=[(target, found) for target, of in targets.items() if (found := charts.ecdfs(of, asked.slo))],
         cells=[_cell(sheet, f"{anchor}-c{i}") for i, sheet in enumerate(mine)],
@@ -169,28 +191,26 @@ def _section(run: Run, asked: Asked, anchor: str) -> Section:
 # ---- the verdict
 
 
-def _where(m: Measured) -> str:
-    return f"{m.target} at {m.load}{_repeat(m)}"
+def _place(group: Group) -> Place:
+    return Place(group.target, heading(group))
 
 
-def _repeat(m: Measured) -> str:
-    return "" if m.pair is None else f", repeat {m.pair + 1}"
+def _where(group: Group) -> str:
+    return " at ".join(_place(group))
 
 
-def _limits(mine: Iterable[Sheet], verdict: str) -> list[Said]:
-    return _said_once((verdict, j.limit.text, m, j.why) for m, j in _judged(mine) if j.verdict == verdict)
+def _limits(mine: Iterable[Group], verdict: str) -> list[Said]:
+    found = ((group, *line) for group in mine for line in verdicts(group))
+    return _said_once((verdict, limit, _place(group), why) for group, limit, said, why in found if said == verdict)
 
 
-def _judged(mine: Iterable[Sheet]) -> list[tuple[str, Judged]]:
-    return [(_where(s.measured), j) for s in mine for j in s.judged]
+def _failed(mine: Iterable[Group]) -> list[Said]:
+    return _said_once(("failed", f.kind, _place(group), _failure(group, f)) for group in mine for f in group.failures())
 
 
-def _failed(mine: Iterable[Sheet]) -> list[Said]:
-    return _said_once(
-        ("failed", f.kind, _where(s.measured), f"{f.text}, of {s.measured.cell.n:,} requests; first: {f.first_error}")
-        for s in mine
-        for f in s.failures
-    )
+def _failure(group: Group, f: Failure) -> str:
+    requests = sum(sheet.measured.cell.n for sheet in group.sheets)
+    return f"{f.text}, of {requests:,} requests; first: {f.first_error}"
 
 
 def _missing(run: Run) -> list[Said]:
@@ -199,32 +219,43 @@ def _missing(run: Run) -> list[Said]:
     return [Said("missing", "no figures", found)] if found else []
 
 
-def _doubtful(mine: Iterable[Sheet]) -> list[Said]:
-    return _said_once(("doubt", d.kind, _where(s.measured), d.sentence) for s in mine for d in s.doubts)
+def _doubtful(mine: Iterable[Group]) -> list[Said]:
+    return _said_once(("doubt", d.kind, _place(group), d.sentence) for group in mine for d in group.doubts())
 
 
-def _said_once(lines: Iterable[tuple[str, str, str, str]]) -> list[Said]:
+def _said_once(lines: Iterable[tuple[str, str, Place, str]]) -> list[Said]:
     """(mark, what, where, why) with what is said of several places under one head, and the same of several once."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    found: dict[tuple[str, str], dict[str, list[Place]]] = {}
     for mark, what, where, why in lines:
         found.setdefault((mark, what), {}).setdefault(why, []).append(where)
-    return [Said(*head, [(", ".join(where), why) for why, where in of.items()]) for head, of in found.items()]
+    return [Said(*head, [(_places(where), why) for why, where in of.items()]) for head, of in found.items()]
 
 
-def _summary(run: Run, mine: Sequence[Sheet]) -> str:
+def _places(where: Iterable[Place]) -> str:
+    """`a at c=1, c=2; b at c=1`: each target, and each of its loads, once."""
+    loads: dict[str, list[str]] = {}
+    for place in dict.fromkeys(where):
+        loads.setdefault(place.target, []).append(place.load)
+    return "; ".join(f"{target} at {', '.join(of)}" for target, of in loads.items())
+
+
+def _summary(run: Run, mine: Sequence[Group]) -> str:
     """The verdict in a line, of counts alone."""
-    verdicts = Counter(j.verdict for _, j in _judged(mine))
-    judged = f"Of {verdicts.total()} limits (each at each load) {verdicts['MET']} met, {verdicts['MISSED']} missed, "
-    judged += f"{verdicts['UNDECIDED']} undecided. "
-    failed, due = (sum(n) for n in zip(*((s.outcomes["failed"], sum(s.outcomes.values())) for s in mine), strict=True))
-    kinds = {d.kind for s in mine for d in s.doubts}
-    doubted = sum(bool(s.doubts) for s in mine)
+    verdicts_ = Counter(verdict for group in mine for _, verdict, _ in verdicts(group))
+    judged = f"Of {verdicts_.total()} limits (each at each load) {verdicts_['MET']} met, {verdicts_['MISSED']} missed, "
+    judged += f"{verdicts_['UNDECIDED']} undecided. "
+    failed, due = (sum(n) for n in zip(*((g.outcomes["failed"], sum(g.outcomes.values())) for g in mine), strict=True))
+    of_sheets = [sheet for group in mine for sheet in group.sheets]
+    kinds = {d.kind for sheet in of_sheets for d in sheet.doubts}
+    doubted = sum(bool(sheet.doubts) for sheet in of_sheets)
     doubts = (
-        f"{_many(len(kinds), 'kind')} of doubt in {doubted} of {_many(len(mine), 'cell')}" if kinds else "No doubts"
+        f"{_many(len(kinds), 'kind')} of doubt in {doubted} of {_many(len(of_sheets), 'cell')}"
+        if kinds
+        else "No doubts"
     )
     lost = f" {_many(len(run.missing), 'cell')} missing." if run.missing else ""
     apart = f"The targets did not do the same work ({NOT_ALIKE}). " if NOT_ALIKE in kinds else ""
-    return f"{apart}{judged if verdicts else ''}{failed:,} of {due:,} requests of the windows failed. {doubts}.{lost}"
+    return f"{apart}{judged if verdicts_ else ''}{failed:,} of {due:,} requests of the windows failed. {doubts}.{lost}"
 
 
 def _many(n: int, what: str) -> str:
@@ -235,7 +266,7 @@ def _many(n: int, what: str) -> str:
 
 
 def _head(m: Measured) -> Td:
-    return Td(m.load, None, [m.target + _repeat(m)])
+    return Td(m.load_and_run, None, [m.target])
 
 
 def _named(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -243,28 +274,34 @@ def _named(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, "" if unit in ("1", "share") else unit) for name, unit in zip(names, units, strict=True)]
 
 
-def _figures(run: Run, asked: Asked, mine: Sequence[Sheet]) -> Table:
+def _figures(run: Run, asked: Asked, mine: Sequence[Sheet], together: Sequence[Group]) -> Table:
+    notes = legend(run, asked.names, mine, "below") + runs_legend(together, "below")
+    return _table_of(asked, mine, together, "Figures by target and load", notes)
+
+
+def _table_of(asked: Asked, mine: Sequence[Sheet], lines: Sequence[Group], caption: str, notes: Sequence[str]) -> Table:
+    """A row for each of `lines`."""
     outcomes = shown_outcomes(mine)
     heads = [("target and load", ""), *((SHORT.get(o, o), "") for o in outcomes), *_named(asked.names)]
     rows = []
-    for sheet in mine:
-        counts = [_count(sheet.outcomes[o], "bad" if o == "failed" else "") for o in outcomes]
-        rows.append([_head(sheet.measured), *counts, *map(_figure, sheet.values)])
-    notes = list(legend(run, asked.names, mine, "below"))
-    return Table("Figures by target and load", heads, rows, notes)
+    for group in lines:
+        counts = [_count(group.outcomes[o], "bad" if o == "failed" else "") for o in outcomes]
+        small = [group.target, *([f"{group.runs} runs"] if group.runs > 1 else [])]
+        rows.append([Td(group.load, None, small), *counts, *map(_figure, group.values)])
+    return Table(caption, heads, rows, notes)
 
 
-def _classes(asked: Asked, mine: Sequence[Sheet]) -> list[Table]:
-    """The requests of each class, a row a class and cell; no table where no cell has several."""
-    lines = [(sheet, line) for sheet in mine for line in table_lines(sheet)[1:]]
+def _classes(asked: Asked, mine: Sequence[Sheet], together: Sequence[Group]) -> list[Table]:
+    """The requests of each class, a row a class and line of the figures; no table where no cell has several."""
+    lines = [(group, line) for group in together for line in group_lines(group)[1:]]
     if not lines:
         return []
     outcomes = shown_outcomes(mine)
     heads = [("class", ""), *((SHORT.get(o, o), "") for o in outcomes), *_named(asked.names)]
     rows = []
-    for sheet, line in lines:
+    for group, line in lines:
         counts = [_count(line.outcomes[o], "bad" if o == "failed" else "") for o in outcomes]
-        rows.append([Td(line.head.strip(), None, [_where(sheet.measured)]), *counts, *map(_figure, line.values)])
+        rows.append([Td(line.head.strip(), None, [_where(group)]), *counts, *map(_figure, line.values)])
     return [Table("Figures by class of request", heads, rows)]
 
 
@@ -274,13 +311,8 @@ def _count(n: int, tone: str = "") -> Td:
 
 def _figure(v: Value) -> Td:
     """A figure with what it rests on, as every other format has it."""
-    small = [f"n {v.n}, ESS {v.ess:.0f}"] if v.ess is not None else []
-    if v.interval:
-        small.append(f"{number(v.interval.low, v.unit)} to {number(v.interval.high, v.unit)}")
-    if v.all_requests is not None and v.all_requests != v.value:
-        small.append(f"all: {number(v.all_requests, v.unit)}")
     why = "; ".join(filter(None, [v.reason, *v.labels, v.refusal and f"no interval: {v.refusal}"]))
-    return Td(number(v.value, v.unit), v.value, small, why)
+    return Td(number(v.value, v.unit), v.value, beside(v), why)
 
 
 def _errors(mine: Sequence[Sheet]) -> Table | None:
@@ -357,7 +389,9 @@ def _cell(sheet: Sheet, anchor: str) -> CellSection:
     m = sheet.measured
     said = [line for line in remarks(sheet) if not line.startswith("failed: ")]  # they have a table
     tools = [_as_tool(printed) for printed in sheet.as_tools]
-    load = m.load + _repeat(m)
+    if m.pair is not None:  # the verdict is of all runs of the cell: this one's own stands here
+        said += [verdict_line(j) for j in sheet.judged] + [f"doubt: {d.kind}: {d.sentence}" for d in sheet.doubts]
+    load = m.load_and_run
     if not m.cell.n:
         return CellSection(anchor, m.target, load, said, (), (), tools)
     line = timeline(m.cell, m.window)
@@ -420,7 +454,7 @@ def _moment(anchor: Any) -> str:
 
 def _environment(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     host, trace, hashes = (facts.get(key) or {} for key in ("host", "trace", "hashes"))
-    yield "folder", str(run.path)
+    yield "folder", clean(str(run.path))
     yield "llm-bench", str(facts.get("version") or NOT_RECORDED)
     yield "run", str(facts.get("run_id") or NOT_RECORDED)
     yield "began", _moment(facts.get("anchor")) or NOT_RECORDED

@@ -18,12 +18,8 @@ class Setting(NamedTuple):
     target: str
     differs: Mapping[str, Any]
     bracket: Bracket
-    cost: float | None  # per million output tokens within the SLO at the proven rate; None: no price, nothing proven
-
-    @property
-    def rate(self) -> float:
-        """Within the SLO, 0 where nothing is proven."""
-        return (self.bracket.low.rate or 0.0) if self.bracket.low else 0.0
+    rate: float  # of arrivals, to plan one replica with; 0 where nothing is proven
+    cost: float | None  # per million output tokens within the SLO at that rate; None: no price, nothing proven
 
     @property
     def text(self) -> str:
@@ -58,7 +54,9 @@ def differing(of_runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: found.get(name) for name in odd} for found in of_runs]
 
 
-def compare_settings(runs: Sequence[Run], by_run: Sequence[Sequence[Carried]], prices: Prices | None) -> list[Setting]:
+def compare_settings(
+    runs: Sequence[Run], by_run: Sequence[Sequence[Carried]], prices: Prices | None, utilization: float
+) -> list[Setting]:
     """Every target of every run under each kind of load. `by_run`: `carried.evidence` of each."""
     pairs = [
         (run, target, [c for c in cells if c.target == target])
@@ -67,30 +65,32 @@ def compare_settings(runs: Sequence[Run], by_run: Sequence[Sequence[Carried]], p
     ]
     apart = differing([settings_of(run, target) for run, target, _ in pairs])
     return [
-        Setting(run.path.name, target, differs, bracket, _cost(bracket, prices))
+        _setting(run, target, differs, bracket, prices, utilization)
         for (run, target, cells), differs in zip(pairs, apart, strict=True)
         for bracket in carried.brackets(cells)
     ]
 
 
-def _cost(bracket: Bracket, prices: Prices | None) -> float | None:
+def _setting(
+    run: Run, target: str, differs: Mapping[str, Any], bracket: Bracket, prices: Prices | None, utilization: float
+) -> Setting:
     low = bracket.low
-    if prices is None or low is None or not low.rate or not low.tokens_out:
-        return None
-    return capacity.cost_at(prices, low.rate * low.tokens_out)
+    rate = (low.planned(utilization) or 0.0) if low else 0.0
+    cost = capacity.cost_at(prices, rate * low.tokens_out) if prices and low and low.tokens_out and rate else None
+    return Setting(run.path.name, target, differs, bracket, rate, cost)
 
 
-def cheapest(ways: Sequence[Setting]) -> str:
+def cheapest(ways: Sequence[Setting], money: str = "") -> str:
     """The cheapest setting that is proven to meet the SLO; without prices the one that carries most."""
     priced = [way for way in ways if way.cost is not None]
     if priced:
         best = min(priced, key=lambda way: way.cost or 0.0)
-        what = f"{digits(best.cost)} per 1M output tokens within the SLO"
+        what = f"{digits(best.cost)} {money or 'money'} per 1M output tokens within the SLO"
     else:
         best = max(ways, key=lambda way: way.rate)
         if not best.rate:
             return "no setting is proven to meet the SLO"
-        what = f"{digits(best.rate)}/s within the SLO; without prices the one that carries most counts"
+        what = f"planned with {digits(best.rate)}/s within the SLO; without prices the one that carries most counts"
     return f"cheapest: {best.run}, {best.target} ({best.text}): {what}"
 
 
@@ -104,10 +104,10 @@ def settings_section(ways: Sequence[Setting], money: str) -> Section:
         "target",
         "what differs",
         "proven at",
-        "rate within SLO, /s",
+        "rate planned with, /s",
         f"{money or 'cost'} per 1M within SLO",
     )
-    return Section("settings", "Settings compared", tables=[Table(heads, rows)], notes=[cheapest(ways)])
+    return Section("settings", "Settings compared", tables=[Table(heads, rows)], notes=[cheapest(ways, money)])
 
 
 def windows_section(runs: Sequence[Run], by_run: Sequence[Sequence[Carried]], ask: Ask) -> Section:

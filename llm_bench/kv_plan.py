@@ -41,7 +41,7 @@ def section(hw: Hardware, held: Resident | None, tokens: float | None) -> tuple[
         size, how, remarks = mean
         figures.append(Figure("sequence_bytes", "KV cache of a mean active sequence", size, "bytes", how))
         sequences = kv_cache.fits(memory, size)
-        figures.append(Figure("sequences", "sequences that fit", sequences, "1", "left for the cache / that"))
+        figures.append(Figure("sequences", "sequences that fit", sequences, "sequences", "left for the cache / that"))
         notes += remarks
         roof = _roof(hw, sequences, size)
         figures += [roof] if roof else []

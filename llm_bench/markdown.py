@@ -1,6 +1,8 @@
-"""A run in Markdown: a table a target, remarks and doubts below."""
+"""A run in Markdown: a table a target, remarks and doubts below. Foreign text in it is text alone (grid.escaped)."""
 
-from llm_bench import metrics
+import re
+
+from llm_bench import grid, metrics, printable
 from llm_bench.doubts import Doubt
 from llm_bench.metrics import Value
 from llm_bench.repeats import groups
@@ -8,15 +10,15 @@ from llm_bench.results import Asked, Run, sheets
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
+    beside,
     by_target,
     group_lines,
     heading,
     legend,
     not_the_same_work,
     number,
-    remarks,
-    remarks_on_runs,
     runs_legend,
+    said_of,
     shown_outcomes,
     title,
     tool_remarks,
@@ -30,7 +32,7 @@ from llm_bench.words import (
 def text(run: Run, asked: Asked) -> str:
     """A run in Markdown."""
     names = asked.names
-    lines = [f"## {title(run)}", ""]
+    lines = [f"## {_md(title(run))}", ""]
     if differs := not_the_same_work(run):
         lines += [f"**{_md(differs)}**", ""]
     units = [metrics.parse(name).unit for name in names]
@@ -43,7 +45,7 @@ def text(run: Run, asked: Asked) -> str:
         lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
         for line in (line for group in together for line in group_lines(group)):
             counts = [str(line.outcomes[o]) for o in outcomes]
-            figures = [number(v.value, v.unit) + _md_small(v) for v in line.values]
+            figures = [number(v.value, v.unit) + _small(v) for v in line.values]
             lines.append(f"| {' | '.join([_md(line.head), *counts, *figures])} |")
         lines += [
             "",
@@ -51,8 +53,7 @@ def text(run: Run, asked: Asked) -> str:
         ]
         for group in together:
             lines += ["", f"**{_md(heading(group))}**", ""]
-            said = remarks(group.sheets[0]) if group.runs == 1 else remarks_on_runs(group)
-            lines += [f"- {_md(line)}" for line in said]
+            lines += [f"- {_md(line)}" for line in said_of(group)]
             lines += [f"- **SLO {_md(': '.join(verdict))}**" for verdict in verdicts(group)]
             lines += [_md_doubt(d) for d in group.doubts()] or ["- no doubts"]
             for tool in group.sheets[0].as_tools if group.runs == 1 else ():
@@ -62,20 +63,20 @@ def text(run: Run, asked: Asked) -> str:
                 lines += ["", *(f"- {_md(line)}" for line in tool_remarks(tool))]
         lines.append("")
     lines += [_md_doubt(d) for d in run.own_doubts]
-    return "\n".join(lines) + "\n"
+    return printable.lines("\n".join(lines) + "\n")
 
 
 def _md_doubt(doubt: Doubt) -> str:
-    return f"- **doubt: {doubt.kind}**: {_md(doubt.sentence)}"
+    return f"- **doubt: {_md(doubt.kind)}**: {_md(doubt.sentence)}"
+
+
+_WITHIN_A_NAME = re.compile(r"(?<=[^\W_])\\_(?=[^\W_])")
 
 
 def _md(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    """Escaped, but for an underscore within a name, which marks nothing there (CommonMark 6.2): `ttft_p95`."""
+    return _WITHIN_A_NAME.sub("_", grid.escaped(text))
 
 
-def _md_small(v: Value) -> str:
-    if v.ess is None:
-        return ""
-    every = f", all: {number(v.all_requests, v.unit)}" if v.all_requests not in (None, v.value) else ""
-    bounds = f", {number(v.interval.low, v.unit)} to {number(v.interval.high, v.unit)}" if v.interval else ""
-    return f" (n {v.n}, ESS {v.ess:.0f}{bounds}{every})"
+def _small(v: Value) -> str:
+    return f" ({', '.join(small)})" if (small := beside(v)) else ""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llm_bench.containers import new_file
 from llm_bench.errors import BenchError
 from llm_bench.fields import found
 from llm_bench.fit import (
@@ -24,11 +25,16 @@ from llm_bench.fit import (
 from llm_bench.request import LONGEST_S, MOST_TOKENS
 
 VERSION = 1
+RIGHT = "a model that `trace fit` wrote"
+LONGEST_INT = 40  # digits: more than any count here has
 MOST_ARRIVALS = 20_000_000  # of one pass of a profile
 
 
 def save(model: Model, path: Path | str) -> None:
-    """The model as one JSON object, of the same bytes wherever it is written."""
+    """The model as one JSON object, of the same bytes wherever it is written; whole or not at all.
+
+    Raises BenchError for a file that is there already or cannot be written.
+    """
     values: dict[str, Any] = {
         "llm_bench_model": VERSION,
         "block_size": model.block_size,
@@ -48,22 +54,26 @@ def save(model: Model, path: Path | str) -> None:
             for a in [s.arrivals]
         ],
     }
-    try:
-        Path(path).write_text(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise BenchError(f"{path}: cannot be written: {e.strerror}") from None
+    with new_file(Path(path)) as part:
+        part.write_text(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
 
 
 def load(path: Path | str) -> Model:
     """The model that save wrote. Raises BenchError naming the file and the key of what cannot be right."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
-        return _model(values)
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip()[:1] not in "{[":
+            raise ValueError(f"no model, which is JSON: it begins {found(text[:40], RIGHT)}")
+        return _model(json.loads(text, parse_constant=_no_number, parse_int=_int))
     except OSError as e:
         raise BenchError(f"{path}: cannot be read: {e.strerror}") from None
     except RecursionError:
-        raise BenchError(f"{path}: JSON nested too deeply, expected a model as `trace fit` writes it") from None
-    except ValueError as e:  # JSON's, UTF-8's and ours
+        raise BenchError(f"{path}: JSON nested too deeply, expected {RIGHT}") from None
+    except json.JSONDecodeError as e:
+        raise BenchError(f"{path}: not JSON: {e.msg} in line {e.lineno}, expected {RIGHT}") from None
+    except UnicodeDecodeError as e:
+        raise BenchError(f"{path}: byte {e.start} of the file is not UTF-8, expected {RIGHT}") from None
+    except ValueError as e:
         raise BenchError(f"{path}: {e}") from None
 
 
@@ -71,11 +81,17 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no JSON number")
 
 
+def _int(text: str) -> int:
+    if len(text) > LONGEST_INT:
+        raise ValueError(f"{text[:20]}...: a number of {len(text):,} digits, expected {LONGEST_INT} at most")
+    return int(text)
+
+
 def _model(values: object) -> Model:
     keys = ["llm_bench_model", "block_size", "requests", "conversations", "notes", "turn", "streams"]
     version = values.get("llm_bench_model") if isinstance(values, dict) else None
     if version != VERSION:
-        raise ValueError(f"llm_bench_model is {found(version, f'{VERSION}: a model as `trace fit` writes it')}")
+        raise ValueError(f"llm_bench_model is {found(version, f'{VERSION}: {RIGHT}')}")
     top = _object(values, "the file", keys)
     if top["turn"] != list(Turn._fields):
         raise ValueError(f"turn is {found(top['turn'], str(list(Turn._fields)))}")

@@ -232,14 +232,14 @@ def _share(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo) 
         why += f"; {cut:,} cut ones are undecided"
     if got.hidden:
         why += f"; of {got.hidden:,} it is hidden (burst delivery or several choices)"
-    if verdict == "UNDECIDED" and not got.undecided:
+    if verdict == "UNDECIDED" and low < limit.share:
         why += f"; {_more(got.share, limit.share, got.ess, got.decided)}"
     return Judged(limit, verdict, why, value, got.share, low, high, got.decided)
 
 
 def _more(share: float, asked: float, ess: float, n: int) -> str:
     """How many requests it would take, at this share and dependence, until the interval is clear of what is asked."""
-    if abs(share - asked) < 1e-3:
+    if abs(share - asked) < 1e-3 * min(asked, 1 - asked):
         return "the share is what is asked: no number of requests is sure to decide it"
     for factor in range(2, 1001):
         bounds = stats.wilson(share * ess * factor, ess * factor)

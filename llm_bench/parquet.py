@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from llm_bench.errors import BenchError
+from llm_bench.printable import clean
 from llm_bench.records import SCHEMA as RECORD
 from llm_bench.results import Asked, Measured, Run
 from llm_bench.series import SERIES, Column, Context, due_in
@@ -119,7 +120,7 @@ def write(runs: Sequence[Run], asked: Asked, path: Path) -> int:
 def _run_document(run: Run) -> dict[str, Any]:
     cells = [
         {
-            "cell": m.name,
+            "cell": clean(m.name),
             "target": m.target,
             "load": m.load,
             "header": m.cell.header,
@@ -129,7 +130,7 @@ def _run_document(run: Run) -> dict[str, Any]:
         for m in run.cells
     ]
     return {
-        "run": run.path.name,
+        "run": clean(run.path.name),
         "facts": dict(run.facts),
         "cells": cells,
         "missing": [m._asdict() for m in run.missing],
@@ -144,7 +145,7 @@ def _batches(run: Run, m: Measured, context: Context) -> Iterator[pa.RecordBatch
     for start in range(0, cell.n, ROWS):
         part = slice(start, min(start + ROWS, cell.n))
         taken = cell.table.select(list(_FIELDS)).take(pa.array(cell.order[part])).combine_chunks()
-        made = [_repeated(text, taken.num_rows) for text in (run.path.name, m.name, m.target, m.load)]
+        made = [_repeated(text, taken.num_rows) for text in (clean(run.path.name), clean(m.name), m.target, m.load)]
         made.append(pa.array(inside[part]))
         made += [_known(name, taken[name]) for name in _FIELDS]
         for column in series.values():

@@ -25,6 +25,7 @@ from llm_bench.exchange import (
     Exchange,
     Timeouts,
 )
+from llm_bench.printable import clean
 from llm_bench.prompts import Sizer, probe_text
 from llm_bench.request import Request
 from llm_bench.targets import Target
@@ -80,13 +81,21 @@ def probe(target: Target, say: Say, ready_s: float, *, stream: bool = True, time
 
     Raises TargetError when it is not reachable within `ready_s`, wants another key, or answers no request at all.
     """
-    hide = targets.hider(target)
+    hide_ = targets.hider(target)
+
+    def hide(text: str) -> str:
+        """As it can be said: without secrets, and nothing of the server's acts in it."""
+        return clean(hide_(text))
+
+    def tell(text: str) -> None:
+        say(hide(text))
+
     try:
         first, *others = (replace(target, url=url) for url in target.urls)
-        found = _probe(first, lambda text: say(hide(text)), ready_s, stream, timeouts)
+        found = _probe(first, tell, ready_s, stream, timeouts)
         for other in others:  # each has to be there, and to be the same
             with _client(other, timeouts) as client:
-                models, max_len = _models(client, other, ready_s, say)
+                models, max_len = _models(client, other, ready_s, tell)
             if (models, other.max_model_len or max_len) != (found.models, found.max_model_len):
                 found.notes.append(f"{other.url} lists other models or limits than {first.url}: not the same work")
     except TargetError as e:
@@ -369,7 +378,7 @@ def _sizes(
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return ", ".join(map(clean, names[:SHOWN])) + more
 
 
 def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:

@@ -242,7 +242,7 @@ def _open(path: Path) -> _Opened:
     try:
         if not path.stat().st_size:
             raise BenchError(f"{path}: not a record file of llm-bench (it is empty)")
-        data = pa.memory_map(str(path)).read_buffer()
+        data = pa.memory_map(os.fsencode(path)).read_buffer()
     except OSError as e:
         raise BenchError(f"{path}: cannot be read: {e.strerror or e}") from None
     try:

@@ -15,6 +15,7 @@ import numpy as np
 from llm_bench.doubts import Doubt
 from llm_bench.metrics import Value
 from llm_bench.objectives import Limit, Verdict
+from llm_bench.outcomes import Failure
 from llm_bench.results import ClassSheet, Sheet
 from llm_bench.stats import Interval
 
@@ -60,8 +61,19 @@ class Group(NamedTuple):
         out = []
         for of_kind in found.values():
             run, doubt = next(iter(of_kind.items()))
-            out.append(doubt._replace(text=f"in {len(of_kind)} of {self.runs} runs, first in run {run}: {doubt.text}"))
+            first = "" if run is None else f", first in run {run + 1}"
+            out.append(doubt._replace(text=f"in {len(of_kind)} of {self.runs} runs{first}: {doubt.text}"))
         return out
+
+    def failures(self) -> list[Failure]:
+        """Of all its runs, by kind: counts are sums, the text is that of the first run that has one."""
+        found: dict[str, Failure] = {}
+        for failure in (f for sheet in self.sheets for f in sheet.failures):
+            before = found.get(failure.kind, failure._replace(requests=0, statuses={}))
+            statuses = Counter(before.statuses) + Counter(failure.statuses)
+            counted = before.requests + failure.requests
+            found[failure.kind] = before._replace(requests=counted, statuses=dict(statuses.most_common()))
+        return list(found.values())
 
     def limits(self) -> list[Limited]:
         """Every limit, judged in each run alone: a run that missed it is not made up for by another."""
@@ -82,7 +94,7 @@ def groups(sheets: Iterable[Sheet], *, apart: bool = False) -> list[Group]:
     for sheet in sheets:
         m = sheet.measured
         alone = m.name if apart or m.pair is None or not m.listed else ""
-        load = f"{m.load}, run {m.pair}" if apart and m.pair is not None else m.load
+        load = m.load_and_run if apart else m.load
         found.setdefault((m.target, load, alone), []).append(sheet)
     return [
         _group(target, load, sorted(mine, key=lambda s: s.measured.pair or 0))

@@ -7,13 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import as_tools, metrics, objectives, outcomes, records, shapes, windows
+from llm_bench import as_tools, metrics, objectives, outcomes, printable, records, shapes, windows
 from llm_bench.as_tools import Table
 from llm_bench.client import CLIENT_LIMITED
 from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt, doubts
 from llm_bench.errors import BenchError
-from llm_bench.facts import NO_END, stopped
+from llm_bench.facts import EITHER_WAY, NO_END, stopped
 from llm_bench.identities import Little, little
 from llm_bench.metrics import Value
 from llm_bench.objectives import NO_SLO, Judged, Slo
@@ -41,6 +41,16 @@ class Measured:
         """Which repeat of its target and load it is, from 0; None in a run that has each once."""
         pair = self.cell.header.get("pair")
         return None if pair is None else int(pair)
+
+    @property
+    def load_and_run(self) -> str:
+        """Its load and, of several runs at it, which one it is: people count from 1."""
+        return self.load if self.pair is None else f"{self.load}, run {self.pair + 1}"
+
+    @property
+    def run_id(self) -> str:
+        """Of the run that wrote its records; "" where they do not say."""
+        return str(self.cell.header.get("run_id") or "")
 
 
 class Missing(NamedTuple):
@@ -74,6 +84,14 @@ class Run:
             raise BenchError(f"{self.path / 'run.json'}: settings: {e}; give --slo") from None
         return given if given.limits else own._replace(deadlines=given.deadlines or own.deadlines)
 
+    @cached_property
+    def run_id(self) -> str:
+        """As run.json has it; without one that of most cells; "" where no more than half of them agree."""
+        if self.facts.get("run_id"):
+            return str(self.facts["run_id"])
+        said = Counter(m.run_id for m in self.cells)
+        return next((name for name, count in said.items() if 2 * count > len(self.cells)), "")
+
     @property
     def own_doubts(self) -> list[Doubt]:
         """Of the run, beside those of its cells."""
@@ -86,8 +104,19 @@ class Run:
 
     def doubts_of(self, m: Measured, values: Sequence[Value]) -> list[Doubt]:
         siblings = [other.cell for other in self.cells if other is not m]
-        fresh = doubts(m.cell, m.window, siblings, values, m.end)
-        return fresh + [d for d in m.stored if d.kind not in {f.kind for f in fresh}]
+        fresh = self._foreign(m) + doubts(m.cell, m.window, siblings, values, m.end)
+        found = fresh + [d for d in m.stored if d.kind not in {f.kind for f in fresh}]
+        clean = printable.clean
+        return [d._replace(kind=clean(d.kind), text=clean(d.text), advice=clean(d.advice)) for d in found]
+
+    def _foreign(self, m: Measured) -> list[Doubt]:
+        """Of a cell that the run did not measure, as far as its header and run.json tell."""
+        why = [] if m.listed else ["run.json does not list it"]
+        if m.run_id not in ("", self.run_id):
+            whose = f"this one is {self.run_id}" if self.run_id else "the cells are of several"
+            why.append(f"its records are of the run {m.run_id}, {whose}")
+        advice = "Move away what was copied here"
+        return [Doubt("foreign cell", "; ".join(why), EITHER_WAY, advice)] if why else []
 
 
 class ClassSheet(NamedTuple):
@@ -146,7 +175,7 @@ def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
         values=values,
         whole_run=whole_run,
         outcomes={o: int((due & outcome_in(cell, o)).sum()) for o in OUTCOMES},
-        failures=outcomes.failures(cell),
+        failures=[_printable(failure) for failure in outcomes.failures(cell)],
         attempts=outcomes.attempts(cell, due),
         little=little(cell, window),
         reconnected=(int((tried & (cell["reconnects"] > 0)).sum()), int(tried.sum())),
@@ -155,6 +184,11 @@ def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
         by_class=_by_class(cell, window, asked),
         as_tools=as_tools.tables(cell, window, asked.tools),
     )
+
+
+def _printable(failure: Failure) -> Failure:
+    """The text of an error is the server's own."""
+    return failure._replace(kind=printable.clean(failure.kind), first_error=printable.clean(failure.first_error))
 
 
 def _by_class(cell: Cell, window: Window, asked: Asked) -> dict[str, ClassSheet]:
@@ -196,16 +230,20 @@ def verdict(run: Run, slo: Slo = NO_SLO) -> Verdict:
 def load_run(path: Path) -> Run:
     """The run in folder `path`; without its run.json every record file found there.
 
-    A cell whose files cannot be read is one that is missing, with the reason. Raises BenchError where there is no such
-    folder, no cell in it, or none that can be read.
+    A cell whose files cannot be read is one that is missing, with the reason. What others wrote into run.json and the
+    headers of records is made printable here; what they wrote into records where it is said.
+
+    Raises BenchError where there is no such folder, no cell in it, or none that can be read.
     """
     if not path.is_dir():
         raise BenchError(f"{path}: no such run folder")
     book, facts = path / "run.json", {}
     if book.is_file():
         facts = shapes.parse(book.read_bytes(), shapes.RUN, str(book))
+    told = facts.get("cells") is not None  # else it says nothing of which cells are its own
     entries = facts.pop("cells", None) or []
-    listed = {_entry_name(entry, f"{book}: cells[{i}]"): entry for i, entry in enumerate(entries)}
+    listed = {_entry_name(entry, f"{book}: cells[{i}]"): printable.cleaned(entry) for i, entry in enumerate(entries)}
+    facts = printable.cleaned(facts)
     files = records.files_of(path)
     if not files:
         raise BenchError(f"{path}: no run: no record file (*.arrow) in it")
@@ -215,15 +253,15 @@ def load_run(path: Path) -> Run:
     cells, refused = [], []
     for name in there:
         try:
-            cells.append(_measured(path, name, listed.get(name), name in listed or not book.is_file()))
+            cells.append(_measured(path, name, listed.get(name), name in listed or not told))
         except BenchError as e:
             refused.append((name, e))
     if refused and not cells:
         raise refused[0][1]
     unread = []
     for name, why in refused:
-        entry = listed.get(name) or {"target": name}
-        unread.append(Missing(*_place(entry), f"{_which(entry)}it cannot be read: {why}"))
+        entry = listed.get(name) or {"target": printable.clean(name)}
+        unread.append(Missing(*_place(entry), printable.clean(f"{_which(entry)}it cannot be read: {why}")))
     return Run(path, facts, cells, lost + unread + _never_run(facts, list(listed.values())))
 
 
@@ -243,7 +281,8 @@ def _place(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 def _which(entry: Mapping[str, Any]) -> str:
     """Of several cells of a target at a load."""
-    return "" if entry.get("pair") is None else f"run {entry['pair']} of it: "
+    pair = entry.get("pair")
+    return "" if pair is None else f"run {pair + 1 if isinstance(pair, int) else pair} of it: "
 
 
 def _never_run(facts: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]) -> list[Missing]:
@@ -262,6 +301,7 @@ def _never_run(facts: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]) -> 
 def _measured(folder: Path, name: str, entry: Mapping[str, Any] | None, listed: bool) -> Measured:
     """`entry`: what run.json says of it. An end that it never got is a reason too."""
     cell, ended = records.read_cell(folder, name), {} if entry is None else {"reason": NO_END}
+    cell.header = printable.cleaned(cell.header)
     entry = entry or {}
     end = ended if entry.get("end") is None else entry["end"]
     try:

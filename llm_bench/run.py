@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import arms, bodies, pairs, plan, probe, prompts, scrape, selection, targets, ticks, trace
+from llm_bench import arms, bodies, doctor, pairs, plan, probe, prompts, scrape, selection, targets, ticks, trace
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
@@ -236,6 +236,8 @@ def _rows(job: Job, options: Options) -> Trace:
     if replay:  # no other load uses times
         requests, note = ticks.dejitter(requests, job.dejitter, options.seed)
         notes += [note] if note else []
+    doubts = doctor.warnings(rows._replace(requests=requests), timed=replay)
+    notes += [f"doubt: {text}" for text in doubts]
     if chosen:
         found = len(requests)
         requests = selection.at_most(selection.between(requests, job.from_s, job.to_s), job.limit)

@@ -348,7 +348,7 @@ def gpu_reader() -> Callable[[], Values]:
     try:
         import pynvml
     except ImportError:
-        raise BenchError("--gpu: nvidia-ml-py is not installed; expected pip install 'llm-bench[gpu]'") from None
+        raise BenchError("--gpu needs nvidia-ml-py: in the project's folder, pip install '.[gpu]'") from None
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]

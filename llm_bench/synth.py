@@ -55,10 +55,11 @@ def synth(
 ) -> list[Request]:
     """Requests in order of arrival, the first at 0 s.
 
-    rate: conversations begun per second, on average over the profile. The profile's time is stretched, so that bursts
-    keep their sizes in requests; pauses inside a conversation are people's and stay. duration_s: of arrivals, count:
-    of requests; the first reached ends it; neither: as many conversations as the fitted trace had, about one pass of
-    the profile. A shorter load is the profile's beginning, a longer one repeats it with new bursts. lengths: factor of
+    rate: conversations begun per second, on average over duration_s, or where none is given over the profile. Its time
+    is stretched, so that bursts keep their sizes in requests; pauses inside a conversation are people's and stay.
+    duration_s: of arrivals, count: of requests; the first reached ends it; neither: as many conversations as the fitted
+    trace had, about one pass of the profile. A shorter load is the profile's beginning, as far as it has rate ×
+    duration_s conversations on average; a longer one repeats it with new bursts. lengths: factor of
     all token counts, and of a block's size with them, so that sharing stays.
 
     Raises BenchError for what cannot be made: a duration without any rate, more than 20 million requests.
@@ -102,10 +103,11 @@ def _check(
 
 def _all_begun(model: Model, rate: float | None, duration_s: float | None, seed: int) -> Iterator[Begun]:
     """Conversations in order of arrival without an end or until duration_s, pass after pass of the profile."""
-    if model.rate is None or model.span_s is None:
+    span_s = model.span_s
+    if model.rate is None or span_s is None:
         yield from _begun_evenly(model, rate, duration_s, seed)
         return
-    slower = model.rate / rate if rate is not None else 1.0
+    slower = _slower(model, rate, duration_s)
     first = True
     for number in naturals():
         times, rows = [], []
@@ -118,11 +120,26 @@ def _all_begun(model: Model, rate: float | None, duration_s: float | None, seed:
             rows += [stream.conversations[i] for i in drawn]
         together = np.concatenate(times)
         for i in np.argsort(together, kind="stable"):
-            at_s = (number * model.span_s + float(together[i])) * slower
+            at_s = (number * span_s + float(together[i])) * slower
             if duration_s is not None and at_s >= duration_s and not first:
                 return
             yield Begun(0.0 if first else round(at_s, 6), rows[i])  # a trace begins with a request, as the fitted one
             first = False
+
+
+def _slower(model: Model, rate: float | None, duration_s: float | None) -> float:
+    """By how much the profile's time is stretched: its beginning may be busier than the whole of it, or less busy."""
+    assert model.rate is not None and model.span_s is not None
+    if rate is None or duration_s is None:
+        return 1.0 if rate is None else model.rate / rate
+    fitted = [s.arrivals for s in model.streams if s.arrivals is not None]
+    edges = np.unique(np.concatenate([np.linspace(0, a.span_s, len(a.rates) + 1) for a in fitted]))
+    begun = np.zeros(len(edges))  # conversations from 0 to each edge
+    for a in fitted:
+        by_bin = np.cumsum([0.0, *a.rates]) * (a.span_s / len(a.rates))
+        begun += np.interp(edges, np.linspace(0, a.span_s, len(by_bin)), by_bin)
+    passes, rest = divmod(rate * duration_s, float(begun[-1]))
+    return duration_s / (passes * model.span_s + float(np.interp(rest, begun, edges)))
 
 
 def _begun_evenly(model: Model, rate: float | None, duration_s: float | None, seed: int) -> Iterator[Begun]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from llm_bench import printable
 from llm_bench.errors import BenchError
 
 
@@ -16,6 +17,12 @@ class OutputError(BenchError):
     """What was found could not be shown: no fault of the measurement, whose records are on disk."""
 
     exit_code = 1
+
+
+class InterruptError(BenchError):
+    """Ctrl-C, in words."""
+
+    exit_code = 130
 
 
 def prepare() -> None:
@@ -29,12 +36,13 @@ def prepare() -> None:
 def voice() -> tuple[Callable[[str], None], Callable[[str], None]]:
     """(say, live) on stderr: a line that stays; and one that is overwritten, or every 5 s a line where no one looks."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def say(text: str) -> None:
         with suppress(OSError):  # a stderr that is full or gone is no reason to lose a measurement
-            console.print(text, markup=False)
+            console.print(printable.lines(text), markup=False, emoji=False)
 
     if console.is_terminal:
         status = console.status("")
@@ -43,7 +51,7 @@ def voice() -> tuple[Callable[[str], None], Callable[[str], None]]:
             if not text:
                 status.stop()
                 return
-            status.update(text)
+            status.update(Text(printable.clean(text)))
             status.start()
 
         return say, live
@@ -60,7 +68,7 @@ def voice() -> tuple[Callable[[str], None], Callable[[str], None]]:
 def show(text: str, then: str = "") -> None:
     """On standard output, all of it. Raises OutputError, which ends with `then`."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(printable.lines(text, colour=True))
         sys.stdout.flush()
     except OSError as e:
         drop_stdout()
@@ -91,5 +99,5 @@ def drop_stdout() -> None:
 def fail(sentence: str) -> None:
     """One sentence on stderr, where there is one."""
     with suppress(OSError, AttributeError):
-        sys.stderr.write(f"llm-bench: {sentence}\n")
+        sys.stderr.write(f"llm-bench: {printable.lines(sentence)}\n")
         sys.stderr.flush()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from llm_bench import metrics
+from llm_bench import metrics, printable
 from llm_bench.as_tools import Table
 from llm_bench.doubts import Doubt
 from llm_bench.metrics import Value
@@ -15,15 +15,15 @@ from llm_bench.results import Asked, Run, sheets
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
+    at_every_load,
     by_target,
     group_lines,
     heading,
     legend,
     not_the_same_work,
     number,
-    remarks,
-    remarks_on_runs,
     runs_legend,
+    said_of,
     shown_outcomes,
     title,
     tool_remarks,
@@ -38,7 +38,7 @@ TOOL_WIDTH = 80  # least of a table of another tool's figures: its words are bro
 
 
 def text(run: Run, asked: Asked) -> str:
-    """A run for a terminal: as wide as it is, coloured where it is one."""
+    """A run for a terminal: as wide as it is, coloured where it is one. Nothing but our own colours acts in it."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
@@ -61,10 +61,14 @@ def text(run: Run, asked: Asked) -> str:
             unbound.print(table)
         for line in legend(run, asked.names, mine, "below") + runs_legend(together, "below"):
             console.print(Text(line, "dim"))
+        everywhere = at_every_load(together)
+        for line in everywhere:
+            console.print(Text(f"at every load: {line}"))
         for group in together:
             console.print(Text(f"\n{heading(group)}", "bold"))
-            for line in remarks(group.sheets[0]) if group.runs == 1 else remarks_on_runs(group):
-                console.print(Padding(Text(line), (0, 0, 0, 2)))
+            for line in said_of(group):
+                if line not in everywhere:
+                    console.print(Padding(Text(line), (0, 0, 0, 2)))
             for verdict in verdicts(group):
                 console.print(Padding(_verdict_text(*verdict), (0, 0, 0, 2)))
             for doubt in group.doubts():
@@ -79,7 +83,8 @@ def text(run: Run, asked: Asked) -> str:
         console.print()
     for doubt in run.own_doubts:
         console.print(_doubt_text(doubt))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    shown = printable.lines(out.getvalue(), colour=colour)
+    return "\n".join(line.rstrip() for line in shown.split("\n"))
 
 
 def _tool_table(tool: Table) -> Any:

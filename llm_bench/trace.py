@@ -20,6 +20,7 @@ from llm_bench.fields import (
     HEADER,
     HEADER_KEYS,
     NO_TURN,
+    OF_BAD,
     TURNS,
     UNITS,
     Format,
@@ -32,6 +33,8 @@ from llm_bench.fields import (
 )
 from llm_bench.formats import ALIASES, FORMATS, PLAIN
 from llm_bench.request import LONGEST_S, Request, Trace
+
+LATEST_ZERO_NS = 10**11 * 10**9  # seconds since 1970: the year 5138
 
 _set = object.__setattr__  # a Request is frozen once it is handed out; to copy a million of them thrice takes 20 s
 
@@ -62,7 +65,8 @@ def _header(form: Format, head: Values, unit: str | None, size: int | None, turn
     """What holds for every row, and the unit's name: what the user says, else the header line, else the format."""
     said = head if form.header else {}
     if form.header and (said[HEADER] != 1 or not said.keys() <= HEADER_KEYS):
-        raise ValueError(f"header {dict(said)}, expected {HEADER}: 1 and at most {sorted(HEADER_KEYS)}")
+        right = f"{HEADER}: 1 and at most {', '.join(sorted(HEADER_KEYS))}"
+        raise ValueError(f"header {found(dict(said), right)}")
     if unit and form.unit == DATE_TIME:
         raise ValueError(f"unit {unit}, but this format's times are a {form.unit}: leave the unit out")
     unit = unit or said.get("unit") or form.unit
@@ -81,7 +85,7 @@ def _check_map(names: Mapping[str, str], asked: str | None, file: containers.Ite
     if asked not in (None, "plain"):
         raise ValueError(f"format {asked} and a map, expected one of the two")
     if names.keys() - set(PLAIN) or not names.keys() & {"in", "prompt"}:
-        raise ValueError(f"map {found(dict(names), 'in or prompt, and any of ' + ', '.join(PLAIN))}")
+        raise ValueError(f"map {found(', '.join(names), 'in or prompt, and any of ' + ', '.join(PLAIN))}")
     missing = [name for name in names.values() if file.table and name not in file.first]
     if missing:
         raise ValueError(f"no column {missing[0]!r}; there are: {', '.join(file.first)}")
@@ -139,9 +143,14 @@ def read(
 
     format: a name of FORMATS or ALIASES, else found by its keys. limit: stop after so many requests. block_size: tokens
     of a hash block. unit: of UNITS, not the format's own; of a plain table also "date-time". turns: "cumulative" or
-    "new", how a session's lengths are meant; by default cumulative where every turn allows it. skip_bad: leave out up
-    to so many bad rows, and count them. map: names of PLAIN -> the file's own names; its other columns are read over.
+    "new", how a session's lengths are meant; by default cumulative where every later turn holds the prompt and answer
+    before it, new where fewer than half do, else refused. As told cumulative, a turn that does not is a bad row and its
+    conversation goes with it. skip_bad: leave out up to so many bad rows, and count them. map: names of PLAIN -> the
+    file's own names; its other columns are read over.
     at_s is relative to the first request kept, exact to 1 ns. tokens_in is 0 where a given text leaves it open.
+
+    How turns are meant is a fact of the whole file, so that a part of it is never read otherwise: with `limit` the rest
+    of a file of conversations is read too, unless `turns` or its header says it or its format does.
 
     Trace.facts: "unit", "date-time" of dates in any format; "resolution_s", the greatest common step of all stamps,
     None where they do not differ; "zero_s", the first kept stamp on the file's own scale, None for dates; "instants",
@@ -167,12 +176,15 @@ def read(
             next(file.items)
         items = ((line, _renamed(map, values)) for line, values in file.items) if map is not None else file.items
         kept = _rows(path, name, reading, items, limit, skip_bad)
-    rows, left_out, skipped, bad = kept
+    kept, turns_said = _one_reading(path, form, kept, reading.turns, limit, skip_bad)
+    rows, _, skipped, bad = kept
     if not rows:
-        raise BenchError(f"{path}: no requests in it (left out: {skipped or 'none'}), expected at least one row")
+        counts = ", ".join(f"{reason}: {count:,}" for reason, count in skipped.items())
+        raise BenchError(f"{path}: no requests in it (left out: {counts or 'none'}), expected at least one row")
     unit = DATE_TIME if reading.known.get("dates") else unit
-    requests, notes, facts = _arrange(path, rows, left_out, unit, reading.turns)
+    requests, notes, facts = _arrange(path, kept, unit, turns_said)
     notes += _opened_anew(reading, requests)
+    notes += [f"{count:,} {what}" for what, count in reading.known.get("said", {}).items()]
     notes += [form.note] * bool(form.note) + [f"left out: {text}" for text in bad]
     facts |= {"block_size": max(r.block_size for r in requests), "rows": len(rows) + sum(skipped.values())}
     return Trace(requests, name, str(path), notes, skipped, facts)
@@ -188,14 +200,16 @@ class _Kept(NamedTuple):
 def _rows(
     path: Path, name: str, reading: Reading, items: Iterator[containers.Item], limit: int | None, skip_bad: int
 ) -> _Kept:
-    """The rows of a file's items, `limit` at most: no item is looked at that is not needed."""
+    """The rows of a file's items: no item is looked at that `limit` does not need, or a conversation."""
     form, keys = FORMATS[name], frozenset(FORMATS[name].keys)
     rows: list[Row] = []
     left_out: list[int] = []
     blocks: dict[int, tuple[int, int]] = {}
     skipped: Counter[str] = Counter()
     bad: list[str] = []
-    while limit is None or len(rows) < limit:
+    text_ids: dict[str, bool] = {}  # session -> whether its id is text, not a number
+    whole = False  # its conversations tell how they are meant
+    while limit is None or len(rows) < limit or whole:
         number, values = next(items, (0, None))
         if values is None:
             break
@@ -209,6 +223,9 @@ def _rows(
             for _, request in new:
                 if request.hash_ids:
                     _check_blocks(request, blocks)
+                if request.session:
+                    whole = not (form.opens_anew or reading.turns)
+                    _check_id(values, text_ids)
             for at, request in new:
                 if reason := _left_out(request):
                     skipped[reason] += 1
@@ -220,7 +237,14 @@ def _rows(
             if len(bad) > skip_bad:
                 raise BenchError(bad[-1]) from None
             skipped[BAD] += 1
-    return _Kept(rows[:limit], left_out, dict(skipped), bad)
+    return _Kept(rows if whole else rows[:limit], left_out, dict(skipped), bad)
+
+
+def _check_id(values: Values, text_ids: dict[str, bool]) -> None:
+    """1 and "1" may be two conversations or one: nothing in the file says which."""
+    given = values.get("session_id", values.get("session"))
+    if text_ids.setdefault(str(given), isinstance(given, str)) != isinstance(given, str):
+        raise ValueError(f"session {given} is a number in some rows and text in others, expected one of the two")
 
 
 def _left_out(request: Request) -> str:
@@ -233,9 +257,68 @@ def _left_out(request: Request) -> str:
 # -- all rows together ------------------------------------------------------------------------------------------------
 
 
-def _arrange(
-    path: Path, rows: list[Row], left_out: list[int], unit: str, turns: str | None
-) -> tuple[list[Request], list[str], dict[str, object]]:
+class _Turns(NamedTuple):
+    """How a session's input lengths are meant, and why."""
+
+    name: str  # of TURNS
+    why: str
+
+
+def _one_reading(
+    path: Path, form: Format, kept: _Kept, turns: str | None, limit: int | None, skip_bad: int
+) -> tuple[_Kept, _Turns]:
+    """How all turns of a file are meant; and of its rows, the first `limit` of those that can be meant so."""
+    later, short = _short_turns(path, kept.rows) if any(r.session for _, r in kept.rows) else (0, [])
+    cut = kept._replace(rows=kept.rows[:limit])
+    if turns == "new" or not short:
+        return cut, _Turns(
+            turns or "cumulative", "as told" if turns else "every turn holds the prompt and answer before it"
+        )
+    if turns == "cumulative":
+        sessions = {after.session: f"{path}:{text}: not cumulative" for after, text in reversed(short)}
+        bad = [*kept.bad, *reversed(sessions.values())]
+        if len(bad) > skip_bad:
+            raise BenchError(f"{bad[skip_bad]}; expected --turns new, or --skip-bad to leave such conversations out")
+        rows = [row for row in kept.rows if row[1].session not in sessions]
+        rest = len(kept.rows) - len(rows) - len(sessions)
+        skipped = kept.skipped | {BAD: kept.skipped.get(BAD, 0) + len(sessions), OF_BAD: rest}
+        return _Kept(rows[:limit], kept.left_out, skipped, bad), _Turns(turns, "as told")
+    if 2 * (later - len(short)) < later and not form.opens_anew:
+        return cut, _Turns("new", f"line {short[0][1]}: not cumulative")
+    raise BenchError(
+        f"{path}:{short[0][1]}, while {later - len(short):,} of {later:,} later turns hold the prompt and answer "
+        "before them: say --turns cumulative (and --skip-bad N to leave such conversations out) or --turns new"
+    )
+
+
+def _short_turns(path: Path, rows: list[Row]) -> tuple[int, list[tuple[Request, str]]]:
+    """How many later turns have lengths to be judged by; and those too short to hold the turn before, with the line."""
+    sessions: dict[str, list[Request]] = {}
+    for _, request in _by_time(path, rows)[0]:
+        if request.session:
+            sessions.setdefault(request.session, []).append(request)
+    later, short = 0, list[tuple[Request, str]]()
+    for session, requests in sessions.items():
+        for before, after in pairwise(requests):
+            later += bool(before.tokens_in and after.tokens_in)
+            if before.tokens_in and 0 < after.tokens_in < before.tokens_in + (before.tokens_out or 0):
+                sizes = f"{after.tokens_in} prompt tokens, fewer than {before.tokens_in} + {before.tokens_out or 0}"
+                short.append((after, f"{after.line}: session {session!r} has {sizes} of the turn before"))
+    return later, short
+
+
+def _check_zero(path: Path, line: int, zero_ns: int, unit: str) -> None:
+    """A file's own first stamp beyond any date tells of another unit."""
+    if unit not in UNITS or zero_ns <= LATEST_ZERO_NS:
+        return
+    number, year = zero_ns // UNITS[unit], 1970 + round(zero_ns / (365.25 * 86400 * 10**9))
+    right = next((name for name, ns in UNITS.items() if 10**8 <= number * ns // 10**9 < 10**10), "")
+    hint = f"--unit {right}, as seconds since 1970 it is then" if right else "another --unit"
+    raise BenchError(f"{path}:{line}: time {number} read as {unit}, which is the year {year:,}; expected {hint}")
+
+
+def _arrange(path: Path, kept: _Kept, unit: str, turns: _Turns) -> tuple[list[Request], list[str], dict[str, object]]:
+    rows, left_out = kept.rows, kept.left_out
     ordered, late = _by_time(path, rows)
     stamps = [at for at, _ in ordered if at is not None]
     if stamps and stamps[-1] - stamps[0] > LONGEST_S * 10**9:
@@ -244,6 +327,8 @@ def _arrange(
         raise BenchError(
             f"{path}:{last}: {years:,.0f} years after line {first}, expected 10 at most; is the unit right?"
         )
+    if stamps:
+        _check_zero(path, ordered[0][1].line, stamps[0], unit)
     for at, request in ordered:
         if at is not None:
             _set(request, "at_s", (at - stamps[0]) / 10**9)
@@ -330,7 +415,7 @@ def _amount(ns: int) -> str:
     return f"{ns // size:,} {name}"
 
 
-def _number_turns(path: Path, requests: list[Request], turns: str | None) -> tuple[str, list[str]]:
+def _number_turns(path: Path, requests: list[Request], turns: _Turns) -> tuple[str, list[str]]:
     """Give each turn its number, its whole prompt's length and what its user adds, in place; says how it was read.
 
     Returns one of TURNS, "" where no conversation has several, and the notes on it.
@@ -344,10 +429,7 @@ def _number_turns(path: Path, requests: list[Request], turns: str | None) -> tup
         elif request.turn:
             _set(request, "turn", 0)
     several = [places for places in sessions.values() if len(places) > 1]
-    broken = _broken_turn(requests, several)
-    if broken and turns == "cumulative":
-        raise BenchError(f"{path}:{broken}; read it with turns new")
-    new = turns == "new" or bool(broken)
+    new = turns.name == "new"
     for places in sessions.values():
         before, floor = NO_TURN, 0
         for turn, i in enumerate(places):
@@ -367,9 +449,8 @@ def _number_turns(path: Path, requests: list[Request], turns: str | None) -> tup
     if not several:
         return "", []
     which = "what the user adds" if new else "the whole prompt so far (cumulative)"
-    why = "as told" if turns else f"line {broken}" if broken else "every turn holds the prompt and answer before it"
-    note = f"{len(several):,} conversations of several turns; an input length is {which}: {why}"
-    return TURNS[new], [note]
+    note = f"{len(several):,} conversations of several turns; an input length is {which}: {turns.why}"
+    return turns.name, [note]
 
 
 def _opened_anew(reading: Reading, requests: list[Request]) -> Iterator[str]:
@@ -382,21 +463,11 @@ def _opened_anew(reading: Reading, requests: list[Request]) -> Iterator[str]:
         yield f"{kept:,} conversations are opened anew, as NAME/2, NAME/3 ...: {why}"
 
 
-def _broken_turn(requests: list[Request], sessions: list[list[int]]) -> str:
-    """Line and reason of the first turn too short to hold the prompt and answer before it; "" where none is."""
-    for places in sessions:
-        for before, after in pairwise(requests[i] for i in places):
-            floor = before.tokens_in + (before.tokens_out or 0)
-            if before.tokens_in and 0 < after.tokens_in < floor:
-                sizes = f"{after.tokens_in} prompt tokens, fewer than {before.tokens_in} + {before.tokens_out or 0}"
-                return f"{after.line}: session {after.session!r} has {sizes} of the turn before: not cumulative"
-    return ""
-
-
 def write(path: Path | str, trace: Trace) -> None:
     """The trace in our own format (`.gz`, `.bz2`, `.zst` too): read(path) gives the same requests but for their lines.
 
-    Raises BenchError where requests have blocks of different sizes, which one header cannot say.
+    Whole or not at all, and over no other file. Raises BenchError where requests have blocks of different sizes, which
+    one header cannot say, and where the file cannot be written.
     """
     path = Path(path)
     sizes = {r.block_size for r in trace.requests if r.hash_ids}
@@ -405,7 +476,7 @@ def write(path: Path | str, trace: Trace) -> None:
     new = _only_added_is_known(trace.requests)
     header = {HEADER: 1, "unit": "s", "block_size": max(sizes, default=0), "turns": TURNS[new]}
     rows = (_own_values(r, r.tokens_new if new and r.turn else r.tokens_in) for r in trace.requests)
-    with containers.open_bytes(path, "wb") as file:
+    with containers.new_file(path) as part, containers.open_bytes(part, "wb") as file:
         for values in chain([header], rows):
             file.write(json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from llm_bench import prefixes, ticks
+from llm_bench.containers import new_file
 from llm_bench.errors import BenchError
 from llm_bench.request import Trace
 from llm_bench.workload import Workload, lengths, stamps, turn_counts
@@ -38,13 +39,13 @@ def plot(trace: Trace, workload: Workload, path: Path) -> None:
     Raises BenchError for another suffix, a path that cannot be written, or without matplotlib.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise BenchError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}")
+        raise BenchError(f"--plot {path}: a picture ends in {' or '.join(SUFFIXES)}")
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise BenchError("a picture needs matplotlib: pip install 'llm-bench[plots]'") from None
+        raise BenchError("--plot: a picture needs matplotlib: pip install 'llm-bench[plots]'") from None
     at_s = stamps(trace.requests)
     tick = workload.arrivals.tick_s
     shown = _Shown(trace, workload, at_s, None if tick is None else ticks.spread(at_s, tick, 0))
@@ -65,10 +66,8 @@ def plot(trace: Trace, workload: Workload, path: Path) -> None:
             axes.set_axisbelow(True)
             draw(axes, shown)
         dated = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        try:
-            figure.savefig(path, metadata=dated)
-        except OSError as e:
-            raise BenchError(f"{path}: cannot be written: {e.strerror or e}") from None
+        with new_file(path, "--plot") as part:
+            figure.savefig(part, metadata=dated)
 
 
 def _arrivals(axes: "Axes", shown: _Shown) -> None:

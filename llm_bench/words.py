@@ -7,6 +7,7 @@ from llm_bench import as_tools, outcomes, stats, windows
 from llm_bench.as_tools import Table
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
+from llm_bench.printable import clean
 from llm_bench.records import OUTCOMES
 from llm_bench.repeats import Group
 from llm_bench.results import Asked, Measured, Run, Sheet
@@ -16,11 +17,14 @@ _OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
 DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
 RETRIED = "first_attempt_success"  # by default too, where retries hide it
 DEFAULT_UNSTREAMED = ("e2e_p50", "e2e_p95", "e2e_p99", *_OF_A_CELL)  # whole answers have no TTFT and no TPOT
-UNLISTED = "run.json does not list this cell: of another run, or copied here"
 LIMITED = "client-limited: upper bounds of latency, lower bounds of throughput"
 UNCHECKED = "its https certificate was not checked (--insecure): another server could have answered"
 RECONNECTED_SHARE = 0.1  # above it the target closes what a client would have kept open
 DROPS_SHARE, DROPS_ALIKE = 0.5, "a server that drops requests within 50 ms would look the same"
+GOOD_AND_ALL = (
+    "goodput counts requests that were due in the window and met the limits, requests_per_second ok ones that ended in "
+    "it: either may be the larger"
+)
 SHORT = {"cut_at_end": "cut"}  # outcomes as column heads
 
 
@@ -62,15 +66,24 @@ def number(value: float | str | None, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
+def beside(v: Value) -> list[str]:
+    """What a figure rests on, as it stands beside it: n and ESS, the interval, the all-requests reading."""
+    small = [f"n {v.n}, ESS {v.ess:.0f}"] if v.ess is not None else []
+    if v.interval:
+        small.append(f"{number(v.interval.low, v.unit)} to {number(v.interval.high, v.unit)}")
+    if v.all_requests is not None and v.all_requests != v.value:
+        small.append(f"all: {number(v.all_requests, v.unit)}")
+    return small
+
+
 def remarks(sheet: Sheet) -> list[str]:
     """What stands below a table, for one cell: rule and edges, what is missing and why, labels, failures.
 
     What a doubt says is not said here too: the window's state, and that a percentile is of too few.
     """
-    lines = [] if sheet.measured.listed else [UNLISTED]
     w = sheet.measured.window
     steady = [f"{w.state}: {w.evidence}"] if w.state == windows.STATIONARY else []  # the other states have a doubt
-    lines += [edges(sheet.measured), *steady, *([sheet.little.text] if sheet.little.rate else [])]
+    lines = [edges(sheet.measured), *steady, *([sheet.little.text] if sheet.little.rate else [])]
     lines += _of_figures(sheet.values)
     whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]
     if whole:
@@ -110,8 +123,20 @@ def remarks_on_runs(group: Group) -> list[str]:
     lines = [f"from the least run to the largest: {', '.join(apart)}"] if apart else []
     lines += _of_figures(group.values)
     for sheet in group.sheets:
-        lines += [f"run {sheet.measured.pair} failed: {f.text}, first: {f.first_error}" for f in sheet.failures]
+        which = "" if sheet.measured.pair is None else f"run {sheet.measured.pair + 1} "
+        lines += [f"{which}failed: {f.text}, first: {f.first_error}" for f in sheet.failures]
     return lines
+
+
+def said_of(group: Group) -> list[str]:
+    """The remarks on a cell, or on its runs."""
+    return remarks(group.sheets[0]) if group.runs == 1 else remarks_on_runs(group)
+
+
+def at_every_load(mine: Sequence[Group]) -> list[str]:
+    """The remarks that are word for word the same at several loads, at all of them: said once for a target."""
+    first, *others = [said_of(group) for group in mine] or [[]]
+    return [line for line in first if others and all(line in other for other in others)]
 
 
 def heading(group: Group) -> str:
@@ -134,26 +159,17 @@ class Line(NamedTuple):
     """A line of a target's table: a cell, or one class of its requests."""
 
     head: str
-    of_class: str
+    of_class: str  # as the trace has it
     outcomes: Mapping[str, int]
     values: Sequence[Value]
 
 
-def table_lines(sheet: Sheet) -> list[Line]:
-    """The cell, and under it each class, where its requests are of several."""
-    return _lines(sheet.measured.load, sheet)
-
-
 def group_lines(group: Group) -> list[Line]:
-    """The same of a cell or of its runs together."""
-    return _lines(heading(group), group)
-
-
-def _lines(head: str, of: Sheet | Group) -> list[Line]:
-    classes = of.by_class.items()
+    """A cell or its runs together, and under it each class, where its requests are of several."""
+    classes = group.by_class.items()
     return [
-        Line(head, "", of.outcomes, of.values),
-        *(Line(f"  {name or 'no class'}", name, mine.outcomes, mine.values) for name, mine in classes),
+        Line(heading(group), "", group.outcomes, group.values),
+        *(Line(f"  {clean(name) or 'no class'}", name, mine.outcomes, mine.values) for name, mine in classes),
     ]
 
 
@@ -162,8 +178,13 @@ def legend(run: Run, names: Sequence[str], mine: Sequence[Sheet], where: str) ->
     heads = ", ".join(SHORT.get(o, o) for o in shown_outcomes(mine))
     per_second = "; requests_per_second counts the ok ones that ended in it" if "requests_per_second" in names else ""
     lines = [f"{heads}: requests due in the window{per_second}"]
+    if "goodput" in names and "requests_per_second" in names:
+        lines.append(GOOD_AND_ALL)
     if any(v.ess is not None for s in mine for v in s.values):
-        lines.append(f"{where} a percentile: n, ESS (effective sample size), 95% interval, all: with failures on top")
+        too = " (slo_attainment too)" if "slo_attainment" in names else ""
+        lines.append(
+            f"{where} a percentile: n, ESS (effective sample size), 95% interval{too}, all: with failures on top"
+        )
     if not streamed(run):
         lines.append("nothing was streamed: no TTFT and no TPOT; e2e runs to the end of the answer")
     return lines
@@ -212,7 +233,12 @@ def title(run: Run) -> str:
     trace = (facts.get("trace") or {}).get("path", "")
     parts = [f"llm-bench {facts['version']}" if "version" in facts else "", f"trace {trace}" if trace else ""]
     parts += [f"{host['cpu']}, {host.get('cores')} cores" if host.get("cpu") else ""]
-    return "  ·  ".join([f"run {run.path.name}", *filter(None, parts)])
+    return "  ·  ".join([f"run {name_of(run)}", *filter(None, parts)])
+
+
+def name_of(run: Run) -> str:
+    """Its folder's."""
+    return clean(run.path.name)
 
 
 TOOL_HEADS = ("its name", "its value", "our name", "our value", "why they differ")

@@ -18,7 +18,7 @@ GROUP_POSITIONS = {"cpu": 2048, "cuda": 1 << 22}
 
 
 class Pages(NamedTuple):
-    """The KV pool's geometry: [layer][2][num_blocks, kv_heads, block_size, head_dim].
+    """The KV pool's geometry: [layer][2][num_blocks, kv_heads, block_size, head_dim], and how far back layers look.
 
     Seen as rows of block_size·head_dim, the keys of block b for KV head h are row b·kv_heads + h: gathering the rows of
     a sequence head by head yields matrices that attention takes as they are.
@@ -27,6 +27,7 @@ class Pages(NamedTuple):
     num_blocks: int
     block_size: int
     kv_heads: int
+    window: int = 0  # positions that a query of a windowed layer sees, its own among them; 0: all
 
 
 class Group(NamedTuple):
@@ -36,7 +37,7 @@ class Group(NamedTuple):
     end: int
     blocks: int
     pool_rows: torch.Tensor  # [rows · kv_heads · blocks]
-    mask: torch.Tensor  # [rows, 1, 1, blocks · block_size], 0 or -inf
+    masks: tuple[torch.Tensor, torch.Tensor]  # plain and windowed layers': [rows, 1, 1, blocks · block_size], 0 or -inf
 
 
 class Chunk(NamedTuple):
@@ -46,9 +47,8 @@ class Chunk(NamedTuple):
     end: int
     computed: int
     pool_rows: torch.Tensor  # [kv_heads · blocks]; empty if computed is 0: then all keys are in these rows
-    mask: (
-        torch.Tensor | None
-    )  # [end - start, computed + end - start], True where a query sees a key; None: plain causal
+    # Plain and windowed layers': [end - start, computed + end - start], True where a query sees a key; None: causal
+    masks: tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +130,40 @@ def _groups(decodes: list[Sequence], pages: Pages, device: torch.device, dtype: 
         for row, sequence in zip(tables, group, strict=True):
             held = sequence.blocks[:width]
             row[: len(held)] = held
-        mask = np.zeros((len(group), width * pages.block_size), np.float32)
-        mask[np.arange(mask.shape[1])[None, :] > np.array([s.computed for s in group])[:, None]] = -np.inf
-        on_device = _on(device, mask).to(dtype)[:, None, None, :]
-        groups.append(Group(start, end, width, _on(device, _pool_rows(tables, pages.kv_heads)), on_device))
+        queries, keys = np.array([s.computed for s in group]), np.arange(width * pages.block_size)
+        seen, near = _seen(queries, keys, pages.window)
+        plain = _additive(seen, device, dtype)
+        masks = (plain, plain if near is None else _additive(near, device, dtype))
+        rows = _on(device, _pool_rows(tables, pages.kv_heads))
+        groups.append(Group(start, end, width, rows, masks))
         start = end
     return groups
 
 
 def _chunk(sequence: Sequence, n: int, start: int, pages: Pages, device: torch.device) -> Chunk:
     computed = sequence.computed
+    if not computed and not 0 < pages.window < n:
+        return Chunk(start, start + n, 0, torch.empty(0, dtype=torch.int64), (None, None))
+    seen, near = _seen(np.arange(computed, computed + n), np.arange(computed + n), pages.window)
+    plain = _on(device, seen) if computed else None
+    masks = (plain, plain if near is None else _on(device, near))
     if not computed:
-        return Chunk(start, start + n, 0, torch.empty(0, dtype=torch.int64), None)
+        return Chunk(start, start + n, 0, torch.empty(0, dtype=torch.int64), masks)
     width = -(-(computed + n) // pages.block_size)
     table = np.array(sequence.blocks[:width], np.int64)[None]
-    mask = np.arange(computed + n)[None, :] <= np.arange(computed, computed + n)[:, None]
-    return Chunk(start, start + n, computed, _on(device, _pool_rows(table, pages.kv_heads)), _on(device, mask))
+    return Chunk(start, start + n, computed, _on(device, _pool_rows(table, pages.kv_heads)), masks)
+
+
+def _seen(queries: np.ndarray, keys: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """[queries, keys], True where the query at one position sees the key at another; in windowed layers, if another."""
+    seen: np.ndarray = keys <= queries[:, None]
+    if not window or queries.max() < window:
+        return seen, None
+    return seen, seen & (keys > queries[:, None] - window)
+
+
+def _additive(seen: np.ndarray, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return _on(device, np.where(seen, np.float32(0), np.float32(-np.inf))).to(dtype)[:, None, None, :]
 
 
 def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:

@@ -53,10 +53,13 @@ class Blocks:
             hits.append(block)
         return hits
 
-    def admit(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Give a table that covers all its tokens, beginning with `hits` of `match`; False changes nothing."""
+    def admit(self, sequence: Sequence, hits: list[int], reserve: int = 0) -> bool:
+        """Give a table that covers all its tokens, or `reserve` where that is more, beginning with `hits` of `match`.
+
+        False changes nothing.
+        """
         assert not sequence.blocks
-        fresh = self.needed(len(sequence.token_ids)) - len(hits)
+        fresh = self.needed(max(len(sequence.token_ids), reserve)) - len(hits)
         if fresh + sum(not self.refs[b] for b in hits) > len(self.free):
             return False
         for block in hits:

@@ -15,7 +15,7 @@ def knob(default: T, text: str) -> T:
 class EngineConfig:
     """Sizes in tokens, blocks or sequences. Names are vLLM's where the knob is the same. Raises ValueError."""
 
-    model: str = knob("tiny", "tiny | a Hugging Face directory | sim:NAME")
+    model: str = knob("tiny", "tiny | smollm2 | a Hugging Face directory | FILE.gguf | sim:NAME")
     served_name: str = knob("", "model name on the wire; empty: the model's own")
     dtype: str = knob("float32", "float32 | bfloat16")
     device: str = knob("auto", "auto | cpu | cuda")
@@ -26,7 +26,12 @@ class EngineConfig:
     max_num_batched_tokens: int = knob(512, "token budget of a step")
     chunked_prefill: bool = knob(True, "off: a prompt is computed in one step or waits")
     prefix_caching: bool = knob(True, "keep the KV of finished prompts for equal beginnings")
-    policy: str = knob("fcfs", "who is served first: fcfs | priority")
+    batching: str = knob("continuous", "static | dynamic | continuous: when who waits may join who runs")
+    max_wait_ms: int = knob(50, "static, dynamic: longest that a batch waits to be filled")
+    policy: str = knob("fcfs", "who is served first: fcfs | priority | fair (by the client that `user` names)")
+    max_queue: int = knob(0, "most sequences that wait for a seat, later ones get 429; 0: no limit")
+    queue_timeout: int = knob(0, "seconds in the queue until 503; 0: no limit")
+    drain_timeout: int = knob(30, "seconds that requests in flight have to end after SIGTERM")
     threads: int = knob(1, "torch threads; a second spinning one loses 4x beside a busy neighbour")
     seed: int = knob(0, "of random weights and of requests that bring none")
 
@@ -34,6 +39,9 @@ class EngineConfig:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; would be right: 1 or more")
+        for name in ZERO_TOO:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; would be right: 0 or more")
 
     @property
     def pool_tokens(self) -> int:
@@ -45,5 +53,6 @@ class EngineConfig:
         return min(self.max_model_len or self.pool_tokens, self.pool_tokens)
 
 
-# Every count; a seed may be anything, and the longest length may be left to the model.
-POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name not in ("seed", "max_model_len")]
+# A seed may be anything; 0 of these says: no such limit, or not at all.
+ZERO_TOO = ("max_model_len", "max_wait_ms", "max_queue", "queue_timeout", "drain_timeout")
+POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name not in ("seed", *ZERO_TOO)]

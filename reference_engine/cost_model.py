@@ -1,7 +1,8 @@
 """A runner that only takes time: real queueing, chunking and preemption at the speed of a machine that is not there.
 
-A step of n tokens takes overhead + max(weights / bandwidth, 2·P·n / FLOP/s) + contexts · kv bytes / bandwidth: the
-roofline of a dense decoder (weights read once a step, two operations a parameter and token, every context read once).
+A step of n tokens takes overhead + max(weights / bandwidth, 2·P·n / FLOP/s) + contexts · kv bytes / bandwidth +
+attention's operations / FLOP/s: the roofline of a dense decoder (weights read once a step, two operations a parameter
+and token, every context read once, 4·layers·heads·head_dim operations for each query and key that it sees).
 """
 
 import time
@@ -22,13 +23,15 @@ class Profile(NamedTuple):
     parameters: float
     bytes_per_s: float
     flop_per_s: float
+    pair_flop: float = 0.0  # attention of one query to one key, all layers
 
 
 PROFILES: dict[str, Profile] = {
-    # Qwen2.5-7B in bf16 (28 layers, 4 KV heads of 128) on an H100 SXM: 75 % of 3.35 TB/s, 50 % of 989 TFLOP/s. A guess.
-    "7b-h100": Profile(1.5e-3, 15.2e9, 57_344, 7.6e9, 2.5e12, 495e12),
+    # Qwen2.5-7B in bf16 (28 layers, 28 heads of 128, 4 KV heads) on an H100 SXM: 75 % of 3.35 TB/s, 50 % of 989
+    # TFLOP/s. A guess.
+    "7b-h100": Profile(1.5e-3, 15.2e9, 57_344, 7.6e9, 2.5e12, 495e12, 401_408),
     # 109M Llama in float32 on one AVX2 core: 12 GB/s, 70 GFLOP/s.
-    "110m-cpu": Profile(4e-3, 436e6, 24_576, 109e6, 12e9, 70e9),
+    "110m-cpu": Profile(4e-3, 436e6, 24_576, 109e6, 12e9, 70e9, 36_864),
     # A step takes 1 ms: known times for tests of clients.
     "fast": Profile(1e-3, 0, 0, 0, 1e12, 1e12),
     # A step takes no time: what is left is the engine's and server's own cost.
@@ -83,10 +86,15 @@ class CostModel:
 
 def step_s(profile: Profile, work: list[tuple[Sequence, int]]) -> float:
     """Seconds that a step with this work takes."""
-    tokens = sum(n for _, n in work)
-    context = sum(s.computed + n for s, n in work)
+    tokens = context = 0
+    pairs = 0.0
+    for sequence, n in work:
+        tokens += n
+        context += sequence.computed + n
+        pairs += n * (sequence.computed + (n + 1) / 2)
     linear = max(profile.weight_bytes / profile.bytes_per_s, 2 * profile.parameters * tokens / profile.flop_per_s)
-    return profile.overhead_s + linear + context * profile.kv_bytes / profile.bytes_per_s
+    reading = context * profile.kv_bytes / profile.bytes_per_s
+    return profile.overhead_s + linear + reading + pairs * profile.pair_flop / profile.flop_per_s
 
 
 def load(config: EngineConfig) -> tuple[CostModel, ByteTokenizer]:

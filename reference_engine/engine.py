@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from reference_engine.admission import Rate, Refused, is_full, retry_after_s
 from reference_engine.config import EngineConfig
 from reference_engine.runner_api import Runner
-from reference_engine.scheduler import Output, Scheduler, check_fits
+from reference_engine.scheduler import Output, Scheduler, check_fits, demand
 from reference_engine.sequence import SamplingParams, Sequence
 from reference_engine.telemetry import Telemetry
 
@@ -44,6 +45,8 @@ class Engine:
         self.telemetry = Telemetry(self.scheduler, model_name)
         self.now_ns = now_ns
         self.stopped = ""  # why the loop has ended
+        self._rate = Rate()
+        self._submitted = self._submitted_tokens = 0
         self._runner = runner
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # None: stop
         self._sinks: dict[Sequence, Sink] = {}
@@ -64,16 +67,35 @@ class Engine:
         priority: int = 0,
         salt: bytes = b"",
         leader: Sequence | None = None,
+        client: str = "",
     ) -> Sequence:
         """A sequence to submit. Raises TooLong, in the caller's thread, for what can never be served."""
         check_fits(self.config, len(token_ids), params.max_tokens)
         number = next(self._ids)
-        return Sequence(number, list(token_ids), len(token_ids), params, number, priority,
+        return Sequence(number, list(token_ids), len(token_ids), params, number, priority, client,
                         salt=salt, leader=leader, arrived_ns=arrived_ns)  # fmt: skip
+
+    @property
+    def queued(self) -> int:
+        """Sequences that were submitted and not yet scheduled, those in the inbox too."""
+        return self._submitted - self.scheduler.line.left
+
+    def check_queue(self) -> None:
+        """Raises Refused if those who wait are as many as may. To be followed by the submission, without an await."""
+        line = self.scheduler.line
+        if is_full(self._submitted - line.left, line.seats, self.config.max_queue):
+            text = f"the queue is full: {self.config.max_queue} wait already"
+            raise Refused("queue_full", text, self.retry_after_s())
+
+    def retry_after_s(self) -> int:
+        """When those who wait now should have been served."""
+        return retry_after_s(self._submitted_tokens - self.scheduler.line.left_tokens, self._rate.per_s())
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """`sink` gets every output until one has a finish reason. Raises EngineDownError."""
         self._check_alive()
+        self._submitted += 1
+        self._submitted_tokens += demand(sequence)
         self._sinks[sequence] = sink
         self._inbox.put(partial(self.scheduler.submit, sequence))
 
@@ -114,12 +136,20 @@ class Engine:
         clean = False
         try:
             while self._drain():
-                work = self.scheduler.step(self.config.max_num_batched_tokens, self.now_ns())
-                tokens = self._runner.execute(work)
-                outputs = self.scheduler.commit(work, tokens, self.now_ns())
-                if outputs:
+                begun_ns = self.now_ns()
+                expired = self.scheduler.expire(begun_ns)
+                work = self.scheduler.step(self.config.max_num_batched_tokens, begun_ns)
+                outputs: list[Output] = []
+                if work:
+                    tokens = self._runner.execute(work)
+                    now_ns = self.now_ns()
+                    outputs = self.scheduler.commit(work, tokens, now_ns)
+                    self._rate.observe(sum(n for _, n in work), (now_ns - begun_ns) / 1e9)
                     self.telemetry.observe(outputs)
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+                for output in expired:
+                    self.telemetry.observe_end(output.sequence)
+                if expired or outputs:
+                    self._loop.call_soon_threadsafe(self._deliver, expired + outputs)
             clean = True
         finally:  # the fault itself goes on to threading.excepthook, which prints its traceback
             if not clean:
@@ -128,12 +158,20 @@ class Engine:
 
     def _drain(self) -> bool:
         """Take in what came since the last step, blocking while there is nothing to do; False: stop."""
-        while not self.scheduler.busy or not self._inbox.empty():
-            message = self._inbox.get()
+        while True:
+            timeout_s = None
+            if self._inbox.empty():
+                wait_ns = self.scheduler.wait_ns(self.now_ns())
+                if wait_ns == 0:
+                    return True
+                timeout_s = None if wait_ns is None else wait_ns / 1e9
+            try:
+                message = self._inbox.get(timeout=timeout_s)
+            except Empty:
+                continue  # a batch has waited long enough
             if message is None:
                 return False
             message()
-        return True
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

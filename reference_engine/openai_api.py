@@ -62,6 +62,8 @@ ERROR_TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
 }
 
 
@@ -94,7 +96,9 @@ class Ask(NamedTuple):
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    include_timings: bool
     priority: int
+    client: str
     salt: bytes
 
 
@@ -123,6 +127,9 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
     salt = body.get("cache_salt")
     if salt is not None and type(salt) is not str:
         raise ApiError(400, "cache_salt: would be right: a string", "cache_salt")
+    user = body.get("user")
+    if user is not None and type(user) is not str:
+        raise ApiError(400, "user: would be right: a string", "user")
     sampling = SamplingParams(
         max_tokens=0,
         min_tokens=min_tokens,
@@ -143,7 +150,9 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
         stream=stream,
         include_usage=_flag(options, "include_usage"),
         continuous_usage=_flag(options, "include_usage") and _flag(options, "continuous_usage_stats"),
+        include_timings=_flag(options, "include_timings") or _flag(body, "include_timings"),
         priority=_integer(body, "priority", 0, -(2**31), 2**31 - 1) or 0,
+        client=user or "",
         salt=(salt or "").encode(),
     )
 
@@ -275,13 +284,13 @@ class Shell:
             index,
         )
 
-    def last_event(self, usage: dict[str, Any], metrics: dict[str, Any]) -> bytes:
-        """The usage event."""
-        return b"data: " + orjson.dumps({**self.fixed, "choices": [], "usage": usage} | metrics) + b"\n\n"
+    def last_event(self, said: dict[str, Any]) -> bytes:
+        """The event after the last token's, with usage, metrics or timings."""
+        return b"data: " + orjson.dumps({**self.fixed, "choices": []} | said) + b"\n\n"
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], metrics: dict[str, Any]) -> bytes:
+    def whole(self, choices: list[dict[str, Any]], said: dict[str, Any]) -> bytes:
         """The body of an answer that is not streamed."""
-        return orjson.dumps({**self.fixed, "object": self.kind.object, "choices": choices, "usage": usage} | metrics)
+        return orjson.dumps({**self.fixed, "object": self.kind.object, "choices": choices} | said)
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

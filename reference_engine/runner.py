@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from reference_engine.config import EngineConfig
 from reference_engine.runner_api import Runner
 from reference_engine.sequence import SamplingParams, Sequence
-from reference_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from reference_engine.tokenizer import ByteTokenizer, HFTokenizer, TextTokenizer, Tokenizer
 
 if TYPE_CHECKING:  # torch takes seconds to import; a simulated model starts without it, so its users import it late
+    import torch
+
     from reference_engine.weights import Weights
 
 
 def load(config: EngineConfig) -> tuple[Runner, Tokenizer]:
-    """The model that config.model names: `tiny`, `sim:NAME`, or a Hugging Face directory.
+    """The model that config.model names: `tiny`, `sim:NAME`, `smollm2`, a GGUF file, or a Hugging Face directory.
 
     Raises WeightsError, TokenizerError or ValueError for what cannot be loaded.
     """
@@ -30,13 +32,29 @@ def load(config: EngineConfig) -> tuple[Runner, Tokenizer]:
     if config.model == "tiny":
         tokenizer = ByteTokenizer()
         return ModelRunner("tiny", weights.tiny(config.seed, dtype), tokenizer.eos_ids, config), tokenizer
-    folder = Path(config.model)
-    if not folder.is_dir():
+    name, read, text = _read(config.model, dtype)
+    if text.vocab_size > read.shape.vocab_size:
         raise weights.WeightsError(
-            f"{folder}: no such directory; would be right: tiny, sim:NAME or a model's directory"
+            f"{config.model}: the tokenizer has {text.vocab_size:,} tokens; would be right: at most the model's "
+            f"vocab_size, {read.shape.vocab_size:,}"
         )
-    files = HFTokenizer(folder)
-    return ModelRunner(folder.resolve().name, weights.read(folder, dtype), files.eos_ids, config), files
+    return ModelRunner(name, read, text.eos_ids, config), text
+
+
+def _read(model: str, dtype: "torch.dtype") -> tuple[str, "Weights", TextTokenizer]:
+    """Name, weights and tokenizer. Raises WeightsError or TokenizerError."""
+    from reference_engine import gguf, weights
+
+    path = gguf.packaged(model) if model in gguf.PACKAGED else Path(model)
+    if path.is_file():
+        return model if model in gguf.PACKAGED else path.stem, *gguf.load(path, dtype)
+    if not path.is_dir():
+        known = ", ".join(["tiny", *gguf.PACKAGED])
+        raise weights.WeightsError(
+            f"{path}: no such directory or file; would be right: {known}, sim:NAME, a model's directory or a GGUF file"
+        )
+    text = HFTokenizer(path)
+    return path.resolve().name, weights.read(path, dtype), text
 
 
 class ModelRunner:

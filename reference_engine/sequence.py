@@ -29,6 +29,8 @@ class Sequence:
     params: SamplingParams
     arrival: int  # order of submission
     priority: int = 0  # lower is served first
+    client: str = ""  # between whom the policy `fair` shares
+    share: float = 0.0  # start tag of that policy
     computed: int = 0  # tokens whose keys and values are in the blocks
     blocks: list[int] = field(default_factory=list)  # block table: position p is in blocks[p // block_size]
     hashes: list[bytes] = field(default_factory=list)  # chain over the full blocks of token_ids, as far as asked for
@@ -37,7 +39,9 @@ class Sequence:
     leader: "Sequence | None" = None  # has the same prompt and computes it first; this one waits to share its blocks
     cached: int = 0  # prompt tokens taken from the prefix cache at first admission
     preemptions: int = 0
-    finish_reason: str = ""  # "" while alive; stop | length | abort | error
+    evicted_len: int = 0  # tokens it had when last preempted: until it has more, it is not preempted again
+    recompute_to: int = 0  # tokens that were computed once and were lost; below, a step computes again
+    finish_reason: str = ""  # "" while alive; stop | length | abort | timeout | error
     # CLOCK_MONOTONIC ns, 0 = not yet
     arrived_ns: int = 0
     scheduled_ns: int = 0  # first time it was given a token budget
@@ -46,6 +50,9 @@ class Sequence:
     finished_ns: int = 0
     evicted_ns: int = 0  # since when it waits again, having been preempted
     evicted_total_ns: int = 0  # time it waited so; part of prefill or decode, never of queue
+    recompute_ns: int = 0  # since when it computes again what it had
+    recompute_total_ns: int = 0  # time it computed so, to the end of the step that made the loss good
+    lost_to_first_ns: int = 0  # of those two totals, what came before the first token
 
     @property
     def output_len(self) -> int:

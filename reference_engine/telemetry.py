@@ -2,6 +2,7 @@
 
 A request's queue, prefill and decode times add up to its end-to-end time: queue ends when it is *first* scheduled, and
 time lost to preemption stays inside prefill or decode (vLLM lets the queue end at the latest scheduling instead).
+`account` has the finer parts of one request.
 """
 
 from bisect import bisect_left
@@ -30,7 +31,8 @@ HISTOGRAMS = {
     "vllm:request_prefill_time_seconds": ("First scheduled to first token.", REQUEST_S),
     "vllm:request_decode_time_seconds": ("First token to end.", REQUEST_S),
 }
-FINISHED = ("stop", "length", "abort", "error")
+FINISHED = ("stop", "length", "abort", "timeout", "error")
+REFUSED = ("queue_full", "draining")
 
 
 class Buckets:
@@ -62,6 +64,7 @@ class Telemetry:
         self.labels = {"engine": "0", "model_name": model_name}
         self.histograms = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.finished: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.ttft = self.histograms["vllm:time_to_first_token_seconds"]
         self.itl = self.histograms["vllm:inter_token_latency_seconds"]
         self.registry = CollectorRegistry(auto_describe=False)
@@ -69,18 +72,19 @@ class Telemetry:
 
     def observe(self, outputs: list[Output]) -> None:
         """One step's outputs."""
-        for sequence, _, _, gap_ns, reason in outputs:
+        for output in outputs:
+            sequence = output.sequence
             if sequence.output_len == 1:
                 self.ttft.observe((sequence.first_token_ns - sequence.arrived_ns) / 1e9)
             else:
-                self.itl.observe(gap_ns / 1e9)
-            if reason:
+                self.itl.observe(output.gap_ns / 1e9)
+            if output.finish_reason:
                 self.observe_end(sequence)
 
     def observe_end(self, sequence: Sequence) -> None:
         """A sequence that has ended, by itself or by its client."""
         self.finished[sequence.finish_reason] += 1
-        if sequence.finish_reason in ("abort", "error"):
+        if sequence.finish_reason not in ("stop", "length"):
             return
         stamps = (sequence.arrived_ns, sequence.scheduled_ns, sequence.first_token_ns, sequence.finished_ns)
         for part, begin, end in (("e2e_request_latency", 0, 3), ("request_queue_time", 0, 1),
@@ -96,7 +100,7 @@ class Telemetry:
         scheduler, counts, blocks = self.scheduler, self.scheduler.counts, self.scheduler.blocks
         for name, text, level in (
             ("vllm:num_requests_running", "Sequences that hold blocks.", len(scheduler.running)),
-            ("vllm:num_requests_waiting", "Sequences that wait for a seat or for blocks.", len(scheduler.waiting)),
+            ("vllm:num_requests_waiting", "Sequences that wait for a seat or for blocks.", scheduler.queued),
             (
                 "vllm:kv_cache_usage_perc",
                 "Share of KV blocks held, 1 is all.",
@@ -121,6 +125,10 @@ class Telemetry:
         for reason in FINISHED:
             ended.add_metric([reason, *values], self.finished[reason])
         yield ended
+        refused = CounterMetricFamily("reference_engine:refused", "Requests refused.", labels=["reason", *names])
+        for reason in REFUSED:
+            refused.add_metric([reason, *values], self.refused[reason])
+        yield refused
         for name, (text, _) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=names)
             histogram.add_metric(values, self.histograms[name].rows(), self.histograms[name].sum)

@@ -1,4 +1,4 @@
-"""Small Llama models with transformers as their oracle, and a scheduler of a few lines that drives a runner hard."""
+"""Small models of each family with transformers as their oracle, and a few lines of scheduler that drive a runner."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,18 +6,47 @@ from random import Random
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from reference_engine import batch, model
 from reference_engine.config import EngineConfig
 from reference_engine.runner import ModelRunner
 from reference_engine.sequence import SamplingParams, Sequence
 from reference_engine.weights import Weights
 
+# Largest difference in float32, of logits up to 8; seen 3e-5, and float64 is nearer to ours than to transformers'.
+LOGITS = 1e-4
 MARGIN = 1e-3  # least gap of the two best logits: a hundred times the rounding between ways to compute the same
 
 
-def llama(peak: float = 5.0, **changes: Any) -> LlamaForCausalLM:
+# Windows of 9 positions: shorter than most prompts here, and neither a multiple of a block nor of a chunk.
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 9}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, WINDOWS),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
+}
+
+
+def llama(peak: float = 5.0, **changes: Any) -> PreTrainedModel:
+    return family("llama", peak, **changes)
+
+
+def family(name: str, peak: float = 5.0, **changes: Any) -> PreTrainedModel:
     """A model of random weights whose every part matters; untied, its logits have a standard deviation of 1.6 peak."""
+    config, kind, differs = FAMILIES[name]
     sizes: dict[str, Any] = {
         "vocab_size": 199,  # a size that no kernel likes
         "hidden_size": 64,
@@ -32,22 +61,24 @@ def llama(peak: float = 5.0, **changes: Any) -> LlamaForCausalLM:
         "initializer_range": 0.2,
     }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).float().eval()
+    made: PreTrainedModel = kind(config(**(sizes | differs | changes))).float().eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:  # ones by default, which would hide a norm that is not applied
+        for key, weight in made.named_parameters():
+            if "norm" in key:  # ones by default, which would hide a norm that is not applied
                 weight.uniform_(0.5, 1.5)
-        if not model.config.tie_word_embeddings:
-            model.lm_head.weight *= peak
-    return model
+            if key.endswith(".bias"):  # zeros by default
+                weight.uniform_(-1, 1)
+        if not made.config.tie_word_embeddings:
+            made.lm_head.weight *= peak
+    return made
 
 
-def save(model: LlamaForCausalLM, folder: Path, shard: str = "5GB") -> Path:
+def save(model: PreTrainedModel, folder: Path, shard: str = "5GB") -> Path:
     model.save_pretrained(folder, max_shard_size=shard)
     return folder
 
 
-def greedy(model: LlamaForCausalLM, prompt: list[int], n: int) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
     """What transformers generates, having seen to it that no token is a toss-up between equals."""
     out = model.generate(
         torch.tensor([prompt]),
@@ -71,6 +102,32 @@ def prompts(count: int, vocab: int = 199, longest: int = 40, seed: int = 0) -> l
 def runner(weights: Weights, eos_ids: Iterable[int] = (), **knobs: Any) -> ModelRunner:
     defaults = {"block_size": 4, "num_blocks": 600, "max_model_len": 512, "device": "cpu"}
     return ModelRunner("test", weights, frozenset(eos_ids), EngineConfig(**(defaults | knobs)))
+
+
+def logits_of(engine: ModelRunner, tokens: list[int], computed: int) -> torch.Tensor:
+    """[vocab] of the last token, the `computed` first being in the pool (blocks are handed out backwards)."""
+    s = sequence(tokens)
+    s.computed = computed
+    s.blocks = list(range(40, 0, -1))
+    laid_out = batch.build([(s, len(tokens) - computed)], engine.model.pages, engine.device, engine.model.pool.dtype)
+    return model.forward(engine.model, laid_out)[0]
+
+
+def logits_at(engine: ModelRunner, tokens: list[int], chunk: int) -> torch.Tensor:
+    """[len(tokens) // chunk, vocab]: of the last token of each chunk, computed chunk after chunk."""
+    ends = range(chunk, len(tokens) + 1, chunk)
+    return torch.stack([logits_of(engine, tokens[:end], end - chunk) for end in ends])
+
+
+def assert_same_logits(hf: PreTrainedModel, read: Weights) -> None:
+    """At every position of a prompt: computed token by token, in chunks, and at once."""
+    tokens = prompts(1, seed=7)[0] + list(range(30))
+    with torch.inference_mode():
+        right = hf(torch.tensor([tokens])).logits[0]
+    engine = runner(read)
+    for chunk in (1, 5, 16, len(tokens)):
+        difference = (logits_at(engine, tokens, chunk) - right[chunk - 1 :: chunk]).abs().max().item()
+        assert difference < LOGITS, chunk
 
 
 def sequence(prompt: list[int], number: int = 0, **params: Any) -> Sequence:

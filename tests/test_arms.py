@@ -287,7 +287,7 @@ def test_what_was_not_run_is_counted_by_target_and_load(tmp_path: Path) -> None:
     del facts["cells"][4:], facts["cells"][3]["end"]
     path.write_text(json.dumps(facts))
     missing = {m.text for m in results.load_run(played.folder).missing}
-    assert "a at c=1: run 1 of it: it was begun and left no records" in missing
+    assert "a at c=1: run 2 of it: it was begun and left no records" in missing
     why = "when the run last wrote down where it was"
     assert {
         f"a at c=1: 1 of 3 runs of it were not run {why}",

@@ -3,8 +3,10 @@
 import datetime
 import json
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llm_bench import accelerators, capacity_plan, capacity_report, kv_cache
@@ -13,6 +15,7 @@ from llm_bench.capacity_ask import Ask, Demand, Figure, Hardware, Section, Table
 from llm_bench.errors import BenchError
 from llm_bench.kv_cache import GIB, Memory
 from llm_bench.objectives import parse
+from tests.sample import record
 from tests.test_carried import closed, run_of, slots, sweep
 from tests.test_kv_cache import DEEPSEEK_V3, LLAMA3_8B, MISTRAL_7B
 
@@ -48,9 +51,9 @@ def test_the_worked_example_is_what_is_printed():
     assert figures(sections, "ceilings") == {"token_rate": 40}
     assert figures(sections, "sustainable") == pytest.approx({"sustainable": 28, "concurrency": 168})
     text = capacity_report.render(sections, "terminal")
-    assert "40/s  = 18,000 tokens/s / 450 tokens an answer" in text
-    assert "28/s  = 40/s x 0.7 (token rate)" in text
-    assert "168  = 28/s x 6 s (Little's law)" in text
+    assert "40 answers/s  = 18,000 tokens/s / 450 tokens an answer" in text
+    assert "28 answers/s  = 40/s x 0.7 (token rate)" in text
+    assert "168 requests  = 28/s x 6 s (Little's law)" in text
     assert "nothing of this was measured" in text
 
 
@@ -122,6 +125,10 @@ def test_a_fleet_and_its_cost_by_hand():
         {"per_hour": 80, "per_million": 80 / 162, "per_request": 80 / 360_000, "idle": 1 - 100 / 196}
     )
     assert "price from: the list of 2026-01" in text
+    assert "within the SLO" not in text  # nothing was measured, and no limit given
+    plain = capacity_plan.what_if(ASSUMED, Ask(demand=demand, prices=prices))
+    for section in plain:
+        assert all(figure.unit not in ("", "1") for figure in section.figures), section.title
 
 
 def test_more_demand_than_the_active_replicas_carry_is_said():
@@ -144,8 +151,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_sweep_by_hand(measured):
     ask = Ask(SLO, hardware(), Demand(100, spares=1), Prices(2, 2.5), "$")
     sections = capacity_plan.plan([measured], ask)
-    assert figures(sections, "within_slo") == pytest.approx({"rate_within_slo": 40, "missed_at": 8}, rel=0.02)
-    rate = figures(sections, "within_slo")["rate_within_slo"]
+    within = figures(sections, "within_slo")
+    assert within == pytest.approx({"rate_within_slo": 40, "planned": 28, "missed_at": 8}, rel=0.02)
+    rate = within["planned"]
     assert rate is not None
     # c=4 makes 200 tokens/s, 5 an answer. Its sequences hold 101 to 104 tokens, 7 blocks of 16, for the 100 ms.
     kv = figures(sections, "kv_memory")
@@ -156,20 +164,21 @@ def test_a_sweep_by_hand(measured):
         {"token_rate": 40, "KV_memory": left / (7 * 16 * 131_072) / 0.1, "sustainable": 28}, rel=0.02
     )
     assert "token rate binds" in notes(sections, "ceilings")
+    # 100/s over 28/s of one: four, and a spare; five of two accelerators at 2.50 an hour.
     assert figures(sections, "fleet") == pytest.approx(
-        {"target": 100, "active": 3, "total": 4, "in_flight": 10, "failures": 1}
+        {"target": 100, "active": 4, "total": 5, "in_flight": 10, "failures": 1}
     )
     assert figures(sections, "cost") == pytest.approx(
-        {"per_hour": 20, "per_million": 20 / 1.8, "per_request": 20 / 360_000, "idle": 1 - 100 / (4 * rate)}
+        {"per_hour": 25, "per_million": 25 / 1.8, "per_request": 25 / 360_000, "idle": 1 - 100 / (5 * rate)}
     )
     (loads,) = [s for s in sections if s.key.endswith("loads")]
-    assert [row[:2] for row in loads.tables[0].rows] == [("c=2", "MET"), ("c=4", "MET"), ("c=8", "MISSED")]
+    assert [(row[0], row[2]) for row in loads.tables[0].rows] == [("c=2", "MET"), ("c=4", "MET"), ("c=8", "MISSED")]
     two = loads.tables[0].rows[0]
-    assert two[2:7] == pytest.approx((20, 20, 100, 0.1, 2), rel=0.02)
-    assert isinstance(two[4], float)
-    assert two[7:] == pytest.approx((5 / (two[4] * 3600) * 1e6,) * 2)
-    assert loads.tables[0].rows[2][3] == 0
-    assert loads.tables[0].rows[2][8] is None  # nothing within the SLO: no cost of it
+    assert two[3:8] == pytest.approx((20, 20, 100, 0.1, 2), rel=0.02)
+    assert isinstance(two[5], float)
+    assert two[8:] == pytest.approx((5 / (two[5] * 3600) * 1e6,) * 2)
+    assert loads.tables[0].rows[2][4] == 0
+    assert loads.tables[0].rows[2][9] is None  # nothing within the SLO: no cost of it
     assert "LLM decoding" in str(loads.figures[0].how)
 
 
@@ -188,15 +197,15 @@ def test_an_undecided_load_leaves_a_bracket(tmp_path):
     said = notes(sections, "within_slo")
     assert "no load measured misses the SLO" in said
     assert "undecided: c=8" in said
-    assert figures(sections, "fleet")["active"] == 5  # by the 20/s that c=2 proves
+    assert figures(sections, "fleet")["active"] == 8  # by 0.7 of the 20/s that c=2 proves
 
 
 def test_a_replica_that_might_do_is_named_when_a_missed_load_carried_more(tmp_path):
     slow = slots(400, 8, 160, 120)  # 50/s, first token after 120 ms
     run = run_of(tmp_path / "r", {"000-a-c=2": (slots(400, 2, 100, 20), closed(2)), "001-a-c=8": (slow, closed(8))})
     sections = capacity_plan.plan([run], Ask(SLO, demand=Demand(100)))
-    assert figures(sections, "fleet")["active"] == 5
-    assert "2 might do" in notes(sections, "fleet")  # 100 / 50
+    assert figures(sections, "fleet")["active"] == 8
+    assert "3 might do" in notes(sections, "fleet")  # 100 / (50 x 0.7)
 
 
 def test_a_run_that_carried_more_than_memory_allows_is_a_doubt(measured):
@@ -241,6 +250,113 @@ def test_curves_are_said_with_their_intervals_and_refused_past_twice_the_load(tm
         capacity_plan.plan([run], Ask(at_loads=(65.0,)))
 
 
+# ---- limits, or none
+
+
+def test_without_limits_there_are_ceilings_and_nothing_else_is_claimed(measured):
+    sections = capacity_plan.plan([measured], Ask())
+    text = capacity_report.render(sections, "terminal")
+    assert "without limits no load is proven, and only ceilings can be said" in " ".join(text.split())
+    assert "ceiling by token rate" in text
+    for claim in ("MET", "proven at", "rate within the SLO of", "goodput"):
+        assert claim not in text
+    with pytest.raises(BenchError, match="--target-rate without --slo, and the run keeps none"):
+        capacity_plan.plan([measured], Ask(demand=Demand(100)))
+
+
+def test_the_slo_that_a_run_was_made_with_is_taken_where_none_is_given(tmp_path):
+    cells = {"000-a-c=4": (slots(400, 4, 100, 20), closed(4))}
+    made = run_of(tmp_path / "a", cells)
+    made.facts = {"settings": {"slo": "ttft_p95<100ms,error_rate<5%"}}
+    sections = capacity_plan.plan([made], Ask(demand=Demand(100)))
+    assert notes(sections, "limits") == "ttft_p95<100ms,error_rate<5%, as the run was made with"
+    assert figures(sections, "fleet")["active"] == 4
+    other = run_of(tmp_path / "b", cells)
+    other.facts = {"settings": {"slo": "ttft_p95<1ms"}}
+    with pytest.raises(BenchError, match=r"made with different SLOs .*: give --slo"):
+        capacity_plan.plan([made, other], Ask())
+    assert capacity_plan.plan([made, other], Ask(SLO))
+
+
+def test_what_is_undecided_says_what_would_decide_it_and_claims_no_rate(tmp_path):
+    run = run_of(tmp_path / "r", {"000-a-c=2": (slots(60, 2, 100, 20), closed(2))})
+    sections = capacity_plan.plan([run], Ask(parse("ttft_p95<100ms,error_rate<1%")))
+    assert "requests would decide it" in notes(sections, "loads")
+    said = notes(sections, "within_slo")
+    assert "this or more" not in said
+    assert "none to miss it: nothing is known of the rate" in said
+
+
+# ---- which rate
+
+
+def test_of_a_ceiling_that_may_be_higher_no_share_is_planned_with(tmp_path):
+    cells = {"000-a-c=2": (slots(400, 2, 100, 20), closed(2)), "001-a-c=4": (slots(400, 4, 100, 20), closed(4))}
+    run = run_of(tmp_path / "r", cells)
+    sections = capacity_plan.plan([run], Ask(SLO, hardware()))
+    ceilings = figures(sections, "ceilings")
+    assert ceilings["token_rate"] == pytest.approx(40, rel=0.02)
+    assert ceilings["sustainable"] is None
+    assert "which of them binds is not known" in notes(sections, "ceilings")
+
+
+def poisson(n: int, rate: float, stay: float) -> list[Any]:
+    due = np.cumsum(np.random.Generator(np.random.PCG64(5)).exponential(1000 / rate, n))
+    return [record(i, at, events=[at + 0.2 * stay, at + stay]) for i, at in enumerate(due)]
+
+
+def at_rate(rate: float, **parts: object) -> dict[str, object]:
+    return {"kind": "open", "rate": rate, "label": f"rate={rate:g}/s", "warmup": None, **parts}
+
+
+def test_arrivals_that_were_carried_are_planned_with_as_they_are(tmp_path):
+    run = run_of(tmp_path / "r", {"000-a": (poisson(800, 50, 40), at_rate(50.0))})
+    sections = capacity_plan.plan([run], Ask(SLO, demand=Demand(200)))
+    within = figures(sections, "within_slo")
+    assert within == {"rate_within_slo": pytest.approx(50, rel=0.1)}
+    assert "closed loop" not in notes(sections, "within_slo")
+    assert figures(sections, "fleet")["active"] == math.ceil(200 / (within["rate_within_slo"] or 1))
+    even = run_of(tmp_path / "e", {"000-a": (poisson(800, 50, 40), at_rate(50.0, burstiness=None))})
+    assert "evenly spaced" in notes(capacity_plan.plan([even], Ask(SLO)), "within_slo")
+
+
+def test_a_closed_loop_says_that_users_come_at_random(measured):
+    said = notes(capacity_plan.plan([measured], Ask(SLO)), "within_slo")
+    assert "users come at random and queue" in said
+    assert "--rate or --replay" in said
+    more = capacity_plan.plan([measured], Ask(SLO, utilization=0.5, demand=Demand(100)))
+    assert figures(more, "within_slo")["planned"] == pytest.approx(20, rel=0.02)
+    assert figures(more, "fleet")["active"] in (5, 6)  # 100/s over 0.5 x 40/s
+
+
+def test_an_overloaded_cell_is_no_ceiling_and_names_what_was_offered_and_served(tmp_path):
+    rows = [record(i, 10 * i, events=[50 * i + 5, 50 * i + 25]) for i in range(400)]
+    run = run_of(tmp_path / "r", {"000-a": (rows, at_rate(100.0))})
+    sections = capacity_plan.plan([run], Ask(SLO))
+    (loads,) = [s for s in sections if s.key.endswith("loads")]
+    row = dict(zip(loads.tables[0].heads, loads.tables[0].rows[0], strict=True))
+    assert row["offered/s"] == pytest.approx(100, rel=0.01)
+    assert row["served/s"] == pytest.approx(20, rel=0.05)
+    assert "is shorter than the mean stay of its requests" in notes(sections, "loads")
+    assert figures(sections, "token_rate") == {"token_rate": None}
+    assert not [s for s in sections if s.key.endswith("ceilings")]
+    (within,) = [s for s in sections if s.key.endswith("within_slo")]
+    missed = next(f for f in within.figures if f.key == "missed_at")
+    assert missed.value == pytest.approx(100, rel=0.01)
+    assert re.match(r"rate=100/s, (19|20)\.?\d*/s served: the backlog grows by", missed.how)
+
+
+def test_what_ended_beside_a_ceiling_is_explained_where_it_is_more(tmp_path):
+    run = run_of(tmp_path / "r", {"000-a-c=4": (slots(400, 4, 100, 20), closed(4))})
+    sections = capacity_plan.plan([run], Ask(SLO))
+    (loads,) = [s for s in sections if s.key.endswith("loads")]
+    served = dict(zip(loads.tables[0].heads, loads.tables[0].rows[0], strict=True))["served/s"]
+    ceiling = figures(sections, "ceilings")["token_rate"]
+    assert isinstance(served, float)
+    assert ceiling == pytest.approx(served, rel=0.02)
+    assert ("over the ceiling by token rate" in notes(sections, "ceilings")) == (served > 1.001 * ceiling)
+
+
 # ---- several runs
 
 
@@ -257,13 +373,15 @@ def test_the_cheapest_setting_within_the_slo_is_named_with_what_sets_it_apart(tm
         ("slow", "a", "settings.delay 0", "c=4"),
         ("fast", "a", "settings.delay 2", "c=4"),
     ]
-    # 40/s of 5 tokens for 3.60 an hour: 0.72 million tokens, 5 a million; half as many cost twice as much.
-    assert [row[5] for row in section.tables[0].rows] == pytest.approx([10, 5], rel=0.02)
+    # 0.7 x 40/s of 5 tokens for 3.60 an hour: 0.504 million tokens, 7.14 a million; half as many cost twice as much.
+    assert [row[5] for row in section.tables[0].rows] == pytest.approx([10 / 0.7, 5 / 0.7], rel=0.02)
     assert notes(sections, "settings").startswith("cheapest: fast, a (settings.delay 2)")
     without = capacity_plan.plan([slow, fast], Ask(SLO))
     assert "without prices" in notes(without, "settings")
     nothing = capacity_plan.plan([slow, fast], Ask(parse("ttft_p95<1ms")))
     assert notes(nothing, "settings") == "no setting is proven to meet the SLO"
+    unjudged = capacity_plan.plan([slow, fast], Ask(prices=Prices(1, 3.6)))
+    assert notes(unjudged, "settings") == "no setting is proven to meet the SLO"
 
 
 def test_the_batch_window_is_traded_at_each_load_that_all_runs_have(tmp_path):

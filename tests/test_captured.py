@@ -196,7 +196,7 @@ def test_a_system_text_opens_a_chat() -> None:
 
 def test_unknown_speakers_and_texts_are_refused() -> None:
     refused(
-        "sharegpt", "a text from 'observation', expected one of human", {"conversations": said(("observation", ""))}
+        "sharegpt", "a text is from 'observation', expected one of human", {"conversations": said(("observation", ""))}
     )
     refused("sharegpt", "value is 3, expected text", {"conversations": [{"from": "human", "value": 3}]})
     refused("sharegpt", "conversations has 'x', expected objects only", {"conversations": ["x"]})

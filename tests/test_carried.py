@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_bench import capacity, carried, results
-from llm_bench.carried import Bracket, Carried, Resident, brackets, evidence, resident
-from llm_bench.objectives import NO_SLO, Verdict, parse
+from llm_bench.carried import Bracket, Busiest, Carried, Judgement, Resident, brackets, busiest, evidence, resident
+from llm_bench.client import CLIENT_CHECKS
+from llm_bench.objectives import NO_SLO, parse
 from llm_bench.records import Record, Writer
 from llm_bench.results import Run
 from llm_bench.windows import Window
@@ -62,12 +64,16 @@ def sweep(folder: Path, **parts: object) -> Run:
 
 
 def cell_of(
-    level: float, verdict: Verdict, rate: float | None = 10.0, target: str = "a", kind: str = "closed"
+    level: float, verdict: Judgement, rate: float | None = 10.0, target: str = "a", kind: str = "closed", **parts: Any
 ) -> Carried:
-    figures = (rate, 50.0, 5.0, 100.0, None, 0.1, 1.0, None, None, 0.0)
-    return Carried(
-        "run", target, kind, f"c={level:g}", level, verdict, "", rate, rate, 1.0, *figures[1:], "", (), False
-    )
+    given: dict[str, Any] = {
+        "run": "run", "target": target, "kind": kind, "even": False, "load": f"c={level:g}", "level": level,
+        "state": "stationary", "verdict": verdict, "why": "", "offered": None if kind == "closed" else rate,
+        "served": rate, "rate": rate, "goodput": rate, "met_share": 1.0, "tokens_per_second": 50.0, "tokens_out": 5.0,
+        "tokens_in": 100.0, "cached_share": None, "stay_s": 0.1, "window_s": 10.0, "in_flight": 1.0, "steady": True,
+        "ttft_s": None, "tpot_s": None, "wasted": 0.0, "little": "", "doubts": (), "single_pass": False,
+    }  # fmt: skip
+    return Carried(**(given | parts))
 
 
 # ---- evidence
@@ -86,9 +92,51 @@ def test_cells_carry_what_their_records_say(tmp_path):
     assert "Little" in four.little
 
 
-def test_without_an_slo_a_stationary_cell_meets_it(tmp_path):
-    (one,) = evidence(run_of(tmp_path / "r", {"a": (slots(400, 2, 100, 20), closed(2))}), NO_SLO)
-    assert (one.verdict, one.why, one.goodput, one.met_share) == ("MET", "no limit was given", None, None)
+def test_without_an_slo_nothing_is_judged_and_nothing_proven(tmp_path):
+    cells = evidence(run_of(tmp_path / "r", {"a": (slots(400, 2, 100, 20), closed(2))}), NO_SLO)
+    assert (cells[0].verdict, cells[0].why) == ("not judged", "no limit was given")
+    assert (cells[0].goodput, cells[0].met_share) == (None, None)
+    (found,) = brackets(cells)
+    assert (found.low, found.high) == (None, None)
+
+
+def test_of_a_backlog_that_grows_offered_and_served_are_apart(tmp_path):
+    # Due every 10 ms, one ended every 50 ms: 100/s offered, 20/s served; those due late stay for up to 20 s.
+    rows = [record(i, 10 * i, events=[50 * i + 5, 50 * i + 25]) for i in range(400)]
+    rate = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (rows, rate)}), NO_SLO)
+    assert (one.state, one.why.startswith("the backlog grows by")) == ("growing without bound", True)
+    assert one.offered == pytest.approx(100, rel=0.01)
+    assert one.served == pytest.approx(20, rel=0.02)
+    assert one.rate == one.served
+    assert not one.steady
+    assert one.stay_s is not None
+    assert one.window_s < one.stay_s
+    assert busiest([one]) == (
+        "no load was steady for as long as its requests stay: its tokens/s are of no steady state"
+    )
+
+
+def test_a_mean_answer_is_of_those_that_ended_in_the_window_where_it_is_steady(tmp_path):
+    steady = slots(400, 2, 100, 20)
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (steady, closed(2))}), NO_SLO)
+    assert one.tokens_out == 5
+    # Of a growing backlog the short ones end first: half the answers have 2 tokens, half 40 that end after the window.
+    rows = [
+        record(i, 10 * i, events=[10 * i + 5, 10 * i + 9] if i % 2 else [50 * i + 5000 + k for k in range(40)])
+        for i in range(400)
+    ]
+    rate = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    (grown,) = evidence(run_of(tmp_path / "g", {"a": (rows, rate)}), NO_SLO)
+    assert not grown.steady
+    assert grown.tokens_out == pytest.approx(21)
+
+
+def test_evenly_spaced_arrivals_are_known_from_random_ones(tmp_path):
+    rows = [record(i, 10 * i, events=[10 * i + 5, 10 * i + 9]) for i in range(200)]
+    load = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    cells = {"a": (rows, load | {"burstiness": None}), "b": (rows, load | {"burstiness": 1.0}), "c": (rows, load)}
+    assert [c.even for c in evidence(run_of(tmp_path / "r", cells), NO_SLO)] == [True, False, False]
 
 
 def test_a_growing_cell_misses_and_one_too_short_is_undecided(tmp_path):
@@ -99,7 +147,8 @@ def test_a_growing_cell_misses_and_one_too_short_is_undecided(tmp_path):
     assert growing.verdict == "MISSED"
     assert "the backlog grows" in growing.why
     assert short.verdict == "UNDECIDED"
-    assert "too short" in short.why
+    assert short.why.startswith("the cell is too short: ")
+    assert "more --requests or a longer --warmup makes it steady; ttft_p95<100s: " in short.why  # its limits' own too
 
 
 def test_an_open_loops_rate_is_its_arrivals_that_ended_well(tmp_path):
@@ -148,6 +197,59 @@ def test_targets_and_kinds_of_load_are_apart():
     cells = [cell_of(1, "MET"), cell_of(2, "MET", target="b"), cell_of(3, "MET", kind="open")]
     assert [(b.target, b.kind) for b in brackets(cells)] == [("a", "closed"), ("b", "closed"), ("a", "open")]
     assert isinstance(brackets(cells)[0], Bracket)
+
+
+# ---- the most that was made
+
+
+def made(level: float, tokens: float, **parts: Any) -> Carried:
+    return cell_of(level, "MET", tokens_per_second=tokens, **parts)
+
+
+def test_a_ceiling_is_of_a_load_past_which_more_bring_no_more():
+    found = busiest([made(1, 50), made(8, 300), made(32, 320)])
+    assert isinstance(found, Busiest)
+    assert (found.cell.level, found.saturated) == (32, True)
+    assert found.text == "saturated: from c=8 to c=32 it went from 300 to 320 tokens/s"
+    worse = busiest([made(2, 100), made(4, 200), made(8, 40)])
+    assert isinstance(worse, Busiest)
+    assert (worse.cell.level, worse.text) == (4, "saturated: from c=4 to c=8 it went from 200 to 40 tokens/s")
+
+
+def test_a_backlog_that_grows_for_many_stays_shows_a_full_server_and_for_few_it_shows_nothing():
+    grown = {"kind": "open", "state": "growing without bound", "steady": False, "window_s": 12.0}
+    full = busiest([made(20, 600, kind="open"), made(60, 1600, stay_s=1.0, **grown)])
+    assert isinstance(full, Busiest)
+    assert (full.cell.level, full.saturated) == (60, True)
+    assert full.text == "saturated: its backlog grew, over 12 times what its requests stay"
+    short = busiest([made(20, 600, kind="open"), made(60, 1600, stay_s=4.0, **grown)])
+    assert isinstance(short, Busiest)
+    assert (short.cell.level, short.saturated) == (20, False)
+    late = busiest([made(60, 1600, stay_s=1.0, doubts=("client busy",), **grown)])
+    assert isinstance(late, Busiest)
+    assert not late.saturated
+
+
+@pytest.mark.parametrize(("cells", "said"), [
+    ([made(1, 50), made(8, 300), made(32, 400)], "not shown to be saturated: the ceiling is this or more"),
+    ([made(8, 300), made(12, 305)], "not shown to be saturated"),  # half as many slots more say nothing
+    ([made(5, 50, kind="open"), made(20, 50, kind="open")], "not shown to be saturated"),
+    ([made(8, 300), made(32, 300, doubts=("client busy",))], "not shown to be saturated"),
+    ([made(8, 300), made(32, 300, doubts=("idle slots",))], "not shown to be saturated"),
+    ([made(8, 300, doubts=("client busy",))], "this client may have been the limit (client busy)"),
+    ([made(8, 300), made(32, 310, steady=False)], "not shown to be saturated"),
+])  # fmt: skip
+def test_what_does_not_show_saturation_is_said_to_be_a_lower_bound(cells, said):
+    found = busiest(cells)
+    assert isinstance(found, Busiest)
+    assert not found.saturated
+    assert said in found.text
+
+
+def test_a_closed_loops_rate_is_planned_with_less_and_an_open_ones_as_it_is():
+    assert cell_of(8, "MET", 71.0).planned(0.7) == pytest.approx(49.7)
+    assert cell_of(8, "MET", 71.0, kind="open").planned(0.7) == 71.0
+    assert cell_of(8, "MET", None).planned(0.7) is None
 
 
 # ---- what sequences hold
@@ -238,3 +340,4 @@ def test_littles_law_of_steady_arrivals_by_hand(tmp_path):
     assert one.in_flight == pytest.approx(6, rel=0.01)
     assert capacity.rate_of(64, one.stay_s or 0) == pytest.approx(21.333, abs=1e-3)
     assert carried.LEAST_TOKENS > 1
+    assert carried.IDLE_SLOTS in CLIENT_CHECKS

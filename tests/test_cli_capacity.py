@@ -1,6 +1,7 @@
 """`llm-bench capacity` at its edges: what is typed, what is refused, and that its arithmetic is that of METRICS.md."""
 
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,15 @@ def test_the_worked_example_as_typed():
     planned = document["sustainable"]["figures"]
     assert planned["sustainable"]["value"] == pytest.approx(28)
     assert planned["concurrency"]["value"] == pytest.approx(168)
+    quoted = json.loads(shown("--what-if", " ".join(WORKED[1:]), "--format", "json"))
+    assert quoted["sections"] == document
+    units = json.loads(
+        shown("--what-if", "tokens_per_second=18000 tokens/s, tokens_out=450 tokens e2e=6 s", "--format", "json")
+    )
+    assert units["sections"] == document
     commas = json.loads(shown("--what-if", "tokens_per_second=18000,tokens_out=450,e2e=6000ms", "--format", "json"))
     assert commas["sections"] == document
-    assert "21.33/s" in shown("--what-if", "in_flight=64", "e2e=3s")
+    assert "21.33 answers/s" in shown("--what-if", "in_flight=64", "e2e=3s")
 
 
 def test_a_run_to_the_end(run, model):
@@ -69,10 +76,11 @@ def test_a_run_to_the_end(run, model):
         "--accelerator", "h100", "--count", 2, "--price", "$2.50/h", "--price-source", "list of 2026-01",
         "--telemetry-cost", "$1/h", "--replica-warmup", "5m", "--growth", "5%/month", "--as-of", "2026-01-31",
     )  # fmt: skip
-    assert "rate within the SLO of one replica 40/s" in text
-    assert "3 = ceil(100/s / 40/s)" in text
+    assert "rate within the SLO of one replica, in a closed loop 40 answers/s" in text
+    assert "rate planned with 28 answers/s = 40/s x 0.7 (--utilization)" in text
+    assert "4 replicas = ceil(100/s / 28/s)" in text
     assert "131,072 bytes" in text
-    assert "21 $ = 2 x 2.5/h x 4 replicas + 1/h" in text
+    assert "26 $/h = 2 x 2.5/h x 5 replicas + 1/h" in text
     assert "2 x 79.65 GiB (85.52 GB), H100" in text
     assert "price from: list of 2026-01" in text
     for format_ in ("md", "json"):
@@ -114,7 +122,8 @@ def test_what_a_config_does_not_say_may_be_given(model):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--what-if", "tokens_per_second"], "expected name=value"),
-    (["--what-if", "tokens_in=3"], "expected name=value, with a name of tokens_per_second"),
+    (["--what-if", "tokens_in=3"], "with a name of tokens_per_second"),
+    (["--what-if", "tokens_per_second=18,000 tokens_out=450"], "expected a number above 0"),
     (["--what-if", "tokens_out=0"], "expected a number above 0"),
     (["--what-if", "e2e=6"], "expected a time such as"),
     (["--what-if", "tokens_out=3", "tokens_out=4"], "given twice"),
@@ -173,6 +182,18 @@ def test_no_text_is_a_traceback(text):
             read()
         except BenchError:
             continue
+
+
+def test_a_fleet_is_refused_without_limits(run):
+    assert "--target-rate without --slo" in refused(run, "--target-rate", 100)
+
+
+def test_every_help_text_has_an_example():
+    others = ("help", "slo", "deadlines", "format", "install_completion", "show_completion")  # of all commands
+    for parameter in typer.main.get_command(app).params:
+        if parameter.name not in others:
+            assert re.search(r"e\.g\.|\d", parameter.help), parameter.name
+    assert "Example: llm-bench capacity" in (capacity.__doc__ or "")
 
 
 def test_every_number_has_its_limits():

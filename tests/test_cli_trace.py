@@ -2,7 +2,12 @@
 
 import csv
 import json
+import os
 import random
+import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -106,13 +111,25 @@ def test_a_mix_has_each_part_as_a_class_with_its_share(file, tmp_path):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["inspect", "none.jsonl"], "none.jsonl: cannot be read: No such file"),
     (["inspect", "{file}", "--format", "xml"], "--format 'xml': expected terminal, md or json"),
-    (["inspect", "{file}", "--plot", "x.gif"], "--plot x.gif: expected a name that ends in .png or .svg"),
+    (["inspect", "{file}", "--plot", "x.gif"], "--plot x.gif: this writes a picture; expected a name that ends in"),
     (["inspect", "{file}", "--map", "at"], "--map 'at': expected name=column pairs"),
     (["inspect", "{file}", "--unit", "h"], "unit"),
+    (["inspect", ""], "the name of a file is empty"),
+    (["convert", "{file}", "-o", ""], "the name of a file is empty"),
+    (["inspect", "{file}", "--plot", "no/such/x.png"], "--plot no/such/x.png: no folder no/such"),
+    (["inspect", "{file}", "--plot", "{file}"], "--plot {file}: this writes a picture"),
     (["convert", "{file}", "-o", "no/such/x.jsonl"], "no folder no/such"),
+    (["convert", "{file}", "-o", "{tmp}/x.csv"], "-o {tmp}/x.csv: this writes JSONL; expected a name that ends in .js"),
+    (["convert", "{file}", "-o", "{tmp}/x.parquet"], "this writes JSONL"),
+    (["convert", "{file}", "-o", "{tmp}/x.json"], "this writes JSONL"),
+    (["convert", "{file}", "-o", "{tmp}/x.csv.gz"], "this writes JSONL"),
+    (["fit", "{file}", "-o", "{tmp}/m.jsonl"], "-o {tmp}/m.jsonl: this writes a model as JSON; expected a name that"),
     (["convert", "{file}", "-o", "{tmp}/x.jsonl", "--dejitter", "often"], "--dejitter 'often'"),
     (["fit", "{file}", "-o", "{tmp}/m.json", "--bins", "0"], "--bins 0"),
-    (["synth", "{file}", "-o", "{tmp}/y.jsonl"], "t.jsonl"),
+    (["synth", "{file}", "-o", "{tmp}/y.jsonl"], "t.jsonl: not JSON: Extra data in line 2, expected a model that"),
+    (["synth", __file__, "-o", "{tmp}/y.jsonl"], "expected a model that `trace fit` wrote"),
+    (["synth", "{file}", "-o", "{tmp}/y.jsonl", "--start", "5"], "--start is of a folder of ServeGen's clients"),
+    (["synth", "{tmp}", "-o", "{tmp}/y.jsonl", "--duration", "9", "--lengths", "0.5"], "--lengths is of a fitted"),
     (["synth", "{tmp}", "-o", "{tmp}/y.jsonl"], "give --duration"),
     (["synth", "{file}", "-o", "{tmp}/y.jsonl", "--lengths", "nan"], "--lengths nan"),
     (["synth", "{file}", "-o", "{tmp}/y.jsonl", "--seed", "-1"], "--seed -1"),
@@ -124,6 +141,59 @@ def test_a_mix_has_each_part_as_a_class_with_its_share(file, tmp_path):
 def test_what_is_wrong_is_one_sentence_with_exit_code_2(file, tmp_path, arguments, said):
     done = invoke(*(a.format(file=file, tmp=tmp_path) for a in arguments))
     assert isinstance(done.exception, BenchError), done.output
-    assert said in str(done.exception)
+    assert said.format(file=file, tmp=tmp_path) in str(done.exception)
     assert done.exception.exit_code == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.jsonl"]
+
+
+def test_synth_says_the_rate_that_came_of_the_one_asked_for(file, tmp_path):
+    assert invoke("fit", file, "-o", tmp_path / "m.json").exit_code == 0
+    done = invoke("synth", tmp_path / "m.json", "--rate", 20, "--duration", 30, "-o", tmp_path / "y.jsonl")
+    n = len(trace.read(tmp_path / "y.jsonl").requests)
+    assert done.stdout == f"{tmp_path / 'y.jsonl'}: {n:,} requests, {n / 30:.3g}/s\n"
+
+
+START = """
+import resource, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+most = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+from llm_bench.cli import main
+main()
+"""
+
+
+def start(*arguments, largest_file=resource.RLIM_INFINITY):
+    """The command in a process of its own, whose files the system cuts at so many bytes."""
+    words = [sys.executable, "-c", START, str(largest_file), "trace", *map(str, arguments)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("arguments", [
+    ["convert", "{file}", "-o", "{tmp}/x.jsonl"],
+    ["convert", "{file}", "-o", "{tmp}/x.jsonl.gz"],
+    ["fit", "{file}", "-o", "{tmp}/x.json"],
+    ["inspect", "{file}", "--plot", "{tmp}/x.png"],
+    ["fit", "{file}", "-o", "{tmp}/small.json", "--plot", "{tmp}/x.svg"],
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_whole_is_named_and_not_left(file, tmp_path, arguments):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
+    words = [a.format(file=file, tmp=tmp_path) for a in arguments]
+    running = start(*words, largest_file=4096)
+    _, said = running.communicate(timeout=100)
+    assert said.splitlines()[-1] == f"llm-bench: {words[-2]} {words[-1]}: cannot be written: File too large"
+    assert running.returncode == 2
+    assert {p.name for p in tmp_path.iterdir()} <= {"t.jsonl", "small.json"}
+
+
+def test_an_interrupted_command_says_so_of_its_own_work(tmp_path):
+    slow = tmp_path / "slow.jsonl"
+    os.mkfifo(slow)
+    running = start("inspect", slow)
+    with slow.open("w"):  # open when the command reads it, which waits for what never comes
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=100)
+    assert said.splitlines()[-1] == "llm-bench: interrupted; no file is left half written"
+    assert running.returncode == 130

@@ -119,7 +119,7 @@ def test_cells_are_whole_numbers_text_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("a,b,c,d,e,f\n 7, x ,,007,0,\u0665\n12,1.5,-3,1e3,9" + "9" * 50 + ',"4"\n')
     assert values(path) == [
-        {"a": "7", "b": "x", "c": None, "d": "007", "e": 0, "f": "\u0665"},
+        {"a": 7, "b": "x", "c": None, "d": "007", "e": 0, "f": "\u0665"},
         {"a": 12, "b": "1.5", "c": "-3", "d": "1e3", "e": "9" + "9" * 50, "f": 4},
     ]
 
@@ -357,3 +357,86 @@ def test_any_bytes_are_items_or_an_error_in_words(
                 continue
             assert numbers == sorted(numbers)
             assert all(number > 0 for number in numbers)
+
+
+# -- a new file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".json", *(f".jsonl{s}" for s in COMPRESS)])
+def test_a_new_file_has_its_name_only_when_it_is_whole(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t{suffix}"
+    with containers.new_file(path) as part, containers.open_bytes(part, "wb") as file:
+        file.write(b"{}\n")
+        assert not path.exists()
+    with containers.open_bytes(path, "rb") as file:
+        assert file.read() == b"{}\n"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def half(path: Path, option: str = "-o", *, then: Callable[[], None]) -> None:
+    with containers.new_file(path, option) as part:
+        part.write_bytes(b"half")
+        then()
+
+
+@pytest.mark.parametrize("reason", [KeyboardInterrupt(), ValueError("no row"), OSError(28, "No space left on device")])
+def test_whatever_ends_a_new_file_early_leaves_nothing(tmp_path: Path, reason: BaseException) -> None:
+    def fails() -> None:
+        raise reason
+
+    right = BenchError if isinstance(reason, OSError) else type(reason)
+    with pytest.raises(right) as e:
+        half(tmp_path / "t.jsonl", then=fails)
+    assert list(tmp_path.iterdir()) == []
+    if right is BenchError:
+        assert str(e.value) == f"-o {tmp_path / 't.jsonl'}: cannot be written: No space left on device"
+
+
+def test_a_new_file_never_replaces_one_that_came_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "t.png"
+    with pytest.raises(BenchError, match=r"--plot .*t\.png: it is there already"):
+        half(path, "--plot", then=lambda: path.write_bytes(b"theirs") and None)
+    assert path.read_bytes() == b"theirs"
+    assert [p.name for p in tmp_path.iterdir()] == ["t.png"]
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    writing = containers.new_file(tmp_path / "t.jsonl")
+    writing.__enter__().write_bytes(b"half")  # killed here
+    with containers.new_file(tmp_path / "t.jsonl") as part:
+        part.write_bytes(b"whole")
+    assert (tmp_path / "t.jsonl").read_bytes() == b"whole"
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+def test_spaces_around_names_and_cells_are_no_part_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('a , b, "c"\n 1 ,x , "y, z"\n')
+    assert values(path) == [{"a": 1, "b": "x", "c": "y, z"}]
+
+
+def test_a_long_prompt_is_a_cell_like_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"a,b\n1,{'word ' * 60_000}x\n")
+    assert values(path) == [{"a": 1, "b": "word " * 60_000 + "x"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\r1,2\r3,4\r", "a carriage return stands inside it, expected lines that end in LF or in CR LF"),
+        ('a,b\n1,"2\n', "the file ends inside a quoted cell"),
+        ('{"a": ' + "9" * 5000 + "}", "a whole number of over 4300 digits"),
+    ],
+)
+def test_faults_are_told_in_words_of_the_file_and_not_of_python(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(text.encode())
+    try:
+        said = [str(item) for _, item in taken(path) if isinstance(item, ValueError)]
+    except BenchError as e:
+        said = [str(e)]
+    assert words in said[0]
+    assert not any(word in said[0] for word in ("universal", "newline", "sys.", "_csv"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from llm_bench import windows
 from llm_bench.columns import Cell
-from llm_bench.decompose import Decomposition, decompose
+from llm_bench.decompose import Decomposition, Part, decompose, pooled
 from llm_bench.server_metrics import Figure, Figures
 from tests.sample import START_NS, cell, header, record
 
@@ -115,3 +115,22 @@ def test_parts_and_rest_are_the_whole(queue: float, prefill: float, decode: floa
     c = requests(30, server_queue_ms=queue, server_prefill_ms=prefill, server_decode_ms=decode)
     found = parts(c)
     assert sum(p.ms or 0.0 for p in found.parts) + found.rest_ms == pytest.approx(found.e2e_ms)
+
+
+def test_runs_of_a_load_are_one_by_their_requests_and_what_one_does_not_say_is_not_known():
+    def run(e2e: float, requests: int, queue: float | None) -> Decomposition:
+        parts = [
+            Part("queue", queue, "" if queue is None else "s", "silent" if queue is None else ""),
+            Part("decode", 50.0),
+        ]
+        return Decomposition(e2e, requests, parts, e2e - (queue or 0.0) - 50.0, ["note"])
+
+    both = pooled([run(100.0, 30, 10.0), run(200.0, 10, 50.0)])
+    assert both is not None
+    assert (both.e2e_ms, both.requests, both.ms("queue"), both.rest_ms) == (125.0, 40, 20.0, 55.0)
+    assert both.notes == ["note"]
+    half = pooled([run(100.0, 30, 10.0), run(200.0, 10, None)])
+    assert half is not None
+    assert (half.unknown, half.parts[0].why, half.rest_ms) == (["queue"], "silent", 75.0)
+    other = Decomposition(1.0, 1, [Part("queue and prefill", 1.0)], 0.0, [])
+    assert pooled([run(100.0, 30, 10.0), other]) is None

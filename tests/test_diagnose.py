@@ -209,6 +209,86 @@ def test_every_rule_has_its_trouble() -> None:
     assert set(CAUSES) <= set(RULES)
 
 
+def of_lag(lag: float, tokens: int = 5, gap: float = 20.0, **end: Any) -> Case:
+    """Sent `lag` ms late; 5 ms to the first token from then on."""
+    rows_ = [
+        record(i, 500 * i, 500 * i + lag, [500 * i + lag + 5 + gap * k for k in range(tokens)], ready_ns=ns(500 * i))
+        for i in range(100)
+    ]
+    made = case(cell(rows_, load=OPEN))
+    return dataclasses.replace(made, end={**made.end, **end})
+
+
+def test_the_clients_part_is_graded_by_its_share_of_the_whole() -> None:
+    # 7% of TTFT and 0.5% of e2e: a doubt of the report, and nothing that held the cell back.
+    assert diagnose(of_lag(0.4)).findings == {}
+    # 20 of 105 ms: it is said, and the rest is believed.
+    some = diagnose(of_lag(20.0)).findings["client limited"]
+    assert some.sure == "possible"
+    assert "its lag is 19% of e2e" in some.seen
+    assert "other findings stand" in some.check
+    much = diagnose(of_lag(60.0)).findings["client limited"]
+    assert (much.sure, "before that believe no other finding" in much.check) == ("sure", True)
+
+
+def test_a_client_that_stood_still_for_a_moment_or_for_long() -> None:
+    first = of_lag(0.0)
+    window = first.window
+
+    def stalled(share: float) -> list[tuple[int, float]]:
+        return [(window.start_ns + 10, share * window.seconds * 1e3)]
+
+    assert kinds(of_lag(0.0, loop_stalls=stalled(0.01))) == []
+    assert diagnose(of_lag(0.0, loop_stalls=stalled(0.1))).findings["client limited"].sure == "possible"
+    assert diagnose(of_lag(0.0, loop_stalls=stalled(0.4))).findings["client limited"].sure == "sure"
+    assert kinds(of_lag(0.0, loop_lag_p99_ms=11.0, gap=200.0)) == []  # of 805 ms
+    assert diagnose(of_lag(0.0, loop_lag_p99_ms=11.0)).findings["client limited"].sure == "possible"
+    assert diagnose(of_lag(0.0, client_cpu_share=0.95)).findings["client limited"].sure == "sure"
+
+
+def test_what_was_not_judged_explains_no_queue_away() -> None:
+    blind = diagnose(queue()).findings["queueing"].check
+    assert "rerun with --metrics-url auto" in blind
+    assert "small batches, KV memory full, preemption storm could not be judged" in blind
+    assert "long prefills were looked for and not seen" in blind
+    assert "do not explain" not in blind
+    seen = dataclasses.replace(queue(), replicas={"http://a/metrics": scraped(**CALM)})
+    told = diagnose(seen).findings["queueing"].check
+    assert (
+        "small batches, KV memory full, preemption storm, long prefills were looked for and do not explain it" in told
+    )
+    assert "rerun" not in told
+
+
+def repeated(tmp_path: Path, *made: Cell) -> tuple[results.Run, list[diagnose_report.Diagnosed]]:
+    cells = [
+        results.Measured(f"{i:03d}-a-p{i}", "a", "10/s", one, windows.of(one), {"reason": "exhausted"}, ())
+        for i, one in enumerate(made)
+    ]
+    run_ = results.Run(tmp_path, {}, cells, [])
+    return run_, diagnose_report.diagnosed(run_)
+
+
+def test_repeats_of_a_cell_are_told_together(tmp_path: Path) -> None:
+    slow = queue().cell
+    run_, found = repeated(tmp_path, healthy(), slow, healthy(), slow, slow)
+    text = diagnose_report.text(run_, found)
+    assert text.count("where the time went") == 1
+    assert "a at 10/s (5 runs, stationary)" in text
+    # 130 ms e2e in two, 230 ms in three: 190 ms of 500 requests.
+    assert "mean of 500 ok requests: e2e 190 ms" in " ".join(text.split()).replace("190.0", "190")
+    assert "QUEUEING (sure; in 3 of 5 runs; of one): 110 ms of a mean TTFT of 150 ms" in text
+    assert len(text.splitlines()) < 20
+    assert "a at 10/s (5 runs" in diagnose_report.markdown(run_, found)
+    assert len(json.loads(diagnose_report.json_text(run_, found))["cells"]) == 5
+
+
+def test_healthy_repeats_say_once_that_nothing_was_found(tmp_path: Path) -> None:
+    text = diagnose_report.text(*repeated(tmp_path, healthy(), healthy()))
+    assert text.count("nothing found; looked for:") == 1
+    assert text.count("not judged: small batches") == 1
+
+
 @pytest.mark.parametrize("kind", TROUBLE)
 def test_each_cause_is_named_and_no_other(kind: str) -> None:
     make, said = TROUBLE[kind]
@@ -250,7 +330,8 @@ def test_without_a_scrape_what_needs_one_is_not_judged() -> None:
     assert found.findings == {}
     assert "not scraped" in found.unjudged["small batches"]
     assert "records do not say which one answered" in found.unjudged["hot replica"]
-    assert "(--gpu" in found.unjudged["server CPU"]
+    assert "rerun with --gpu" in found.unjudged["server CPU"]
+    assert "rerun with --metrics-url auto" in found.unjudged["small batches"]
 
 
 def test_a_cell_without_an_ok_request_is_judged_by_what_there_is() -> None:

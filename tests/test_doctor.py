@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_bench.doctor import CHECKS, STATEMENTS, Finding, examine
+from llm_bench.doctor import CHECKS, STATEMENTS, Finding, examine, warnings
 from llm_bench.request import Request, Trace
 from llm_bench.trace import read
 from llm_bench.trace_report import document, markdown, text
@@ -287,3 +287,19 @@ def test_a_trace_of_one_row_is_said_in_every_form():
     assert "– (fewer than two rows have a time)" in text(trace, workload, findings)
     assert "– (fewer than two rows have a time)" in markdown(trace, workload, findings)
     json.dumps(document(trace, workload, findings), allow_nan=False)
+
+
+def test_what_changes_a_replay_is_warned_of_before_it():
+    assert warnings(clean()) == []
+    assert [said.split(":")[0] for said in warnings(ticked(clean()))] == ["ticks"]
+    assert warnings(ticked(clean()), timed=False) == []
+    whole = conversations(clean(), 100)
+    assert [said.split(":")[0] for said in warnings(whole, timed=False)] == ["turns"]
+
+
+@pytest.mark.parametrize(("unit", "scale"), [("ms", 1e3), ("us", 1e6)])
+def test_a_stamp_that_would_be_a_date_in_another_unit_is_doubted(unit, scale):
+    """Seconds since 1970 read as milliseconds: the 20th of January 1970, and a trace a thousand times too fast."""
+    three = clean(3)._replace(facts=FACTS | {"unit": unit, "zero_s": 1.7e9 / scale, "rows": 3})
+    assert any("1,700,000,000" in said and "in s. Give the unit" in said for said in warnings(three))
+    assert warnings(three._replace(facts=FACTS | {"unit": unit, "zero_s": 1.7e9})) == []

@@ -10,12 +10,14 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import openai
 import pytest
 from hypothesis import given
@@ -81,19 +83,26 @@ class Served(NamedTuple):
     port: int
     engine: Engine
     runner: PagedStub
+    server: Server
+    log: list[Any]  # its lines, read
 
 
 @asynccontextmanager
 async def serving(
-    config: EngineConfig = CONFIG, before: Callable[[], object] | None = None, api_key: str | None = None
+    config: EngineConfig = CONFIG,
+    before: Callable[[], object] | None = None,
+    api_key: str | None = None,
+    now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> AsyncIterator[Served]:
     runner = PagedStub(config.block_size, before=before)
-    engine = Engine(config, runner, runner.eos_ids, "stub")
+    engine = Engine(config, runner, runner.eos_ids, "stub", now_ns)
     runner.pool = engine.scheduler.blocks
-    app, port = await listen(Server(engine, ByteTokenizer(), 264, "stub", api_key), "127.0.0.1", 0)
+    log: list[Any] = []
+    server = Server(engine, ByteTokenizer(), 264, "stub", api_key, lambda line: log.append(json.loads(line)))
+    app, port = await listen(server, "127.0.0.1", 0)
     engine.start()
     try:
-        yield Served(port, engine, runner)
+        yield Served(port, engine, runner, server, log)
         if not engine.stopped:
             state = (await call(port, "/v1/engine", headers={"Authorization": f"Bearer {api_key}"})).json
             assert (state["check"], state["free_blocks"]) == ("ok", config.num_blocks)
@@ -404,6 +413,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"priority": 1}, "priority"),
     ({"cache_salt": 1}, "cache_salt"),
+    ({"user": 1}, "user"),
+    ({"include_timings": "yes"}, "include_timings"),
 ]
 
 
@@ -486,6 +497,17 @@ def test_a_client_that_leaves_at_once_is_no_error_of_the_server(how: str, caplog
     assert "Traceback" not in caplog.text
 
 
+def test_a_planted_leak_is_told_by_the_engines_own_check() -> None:
+    async def main() -> None:
+        async with serving() as served:
+            free = served.engine.scheduler.blocks.free
+            block, _ = await served.engine.ask(free.popitem)
+            assert "free list" in (await call(served.port, "/v1/engine")).json["check"]
+            await served.engine.ask(lambda: free.setdefault(block))
+
+    asyncio.run(main())
+
+
 def test_an_http_1_0_client_gets_an_unchunked_stream() -> None:
     async def main() -> None:
         async with serving() as served:
@@ -546,6 +568,10 @@ def end(program: Program) -> int:
 def sim() -> Iterator[Program]:
     program = launch("--max-num-seqs", "256")
     yield program
+    assert program.process.stdin
+    assert program.process.stderr
+    program.process.stdin.close()
+    assert b"Traceback" not in program.process.stderr.read()
     assert end(program) == 0
 
 
@@ -583,6 +609,36 @@ def test_256_streams_at_once_all_end_well(sim: Program) -> None:
         assert (state["check"], state["free_blocks"]) == ("ok", state["config"]["num_blocks"])
 
     asyncio.run(main())
+
+
+def test_clients_that_come_and_go_cost_nobody_else_anything(sim: Program) -> None:
+    """Two waves of 500, of whom about half leave somewhere in their answer; the second needs no more memory."""
+
+    async def one(i: int, random: np.random.Generator) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", sim.port)
+        body = {"prompt": [1, i % 200], "max_tokens": 20, "stream": True, "seed": i}
+        writer.write(request_bytes(COMPLETIONS, body, {"Connection": "close"}))
+        if random.random() < 0.5:
+            for _ in range(int(random.integers(20))):
+                await reader.readuntil(b'"choices"')
+            leave(writer, "rst" if random.random() < 0.5 else "fin")
+            return
+        whole = await reader.read(-1)
+        writer.close()
+        assert whole.count(b'"choices"') == 20
+        assert whole.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    async def wave(seed: int) -> int:
+        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
+        await asyncio.gather(*(one(i, random) for i in range(500)))
+        while (state := (await call(sim.port, "/v1/engine")).json)["running"] or state["waiting"]:
+            await asyncio.sleep(0.05)
+        assert (state["check"], state["free_blocks"]) == ("ok", state["config"]["num_blocks"])
+        status = Path(f"/proc/{sim.process.pid}/status")
+        return int(status.read_text().split("VmRSS:")[1].split()[0]) if status.exists() else 0
+
+    first, second = asyncio.run(wave(1)), asyncio.run(wave(2))
+    assert second < first + 20_000  # kB
 
 
 def test_openais_own_client_reads_completions_and_chats(sim: Program) -> None:
@@ -630,6 +686,9 @@ def test_it_stops_on_sigterm_with_streams_open() -> None:
         (["--num-blocks", "0"], "num_blocks is 0"),
         (["--model", "sim:nope"], "model is 'sim:nope'"),
         (["--policy", "lifo"], "policy is 'lifo'"),
+        (["--batching", "lazy"], "batching is 'lazy'"),
+        (["--max-queue", "-1"], "max_queue is -1; would be right: 0 or more"),
+        (["--log-requests", "/no/such/folder/log"], "--log-requests: "),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
     ],
 )

@@ -187,9 +187,9 @@ def some_model() -> Model:
 
 
 def test_a_model_read_back_is_the_same(tmp_path: Path) -> None:
-    for model in (some_model(), fit(trace(Request(10, 5), Request(20, None)))):
-        save(model, tmp_path / "m.json")
-        assert load(tmp_path / "m.json") == model
+    for name, model in (("a.json", some_model()), ("b.json", fit(trace(Request(10, 5), Request(20, None))))):
+        save(model, tmp_path / name)
+        assert load(tmp_path / name) == model
 
 
 HOSTILE = {
@@ -216,7 +216,7 @@ def test_what_is_no_model_is_refused_with_its_file(tmp_path: Path, content: str)
     [
         (["block_size"], -1, "block_size is -1, expected a whole number, 0 to"),
         (["block_size"], True, "block_size is True"),
-        (["turn"], ["tokens"], "turn is ['tokens']"),
+        (["turn"], ["tokens"], 'turn is ["tokens"]'),
         (["notes"], [3], "notes[0] is 3, expected text"),
         (["streams"], [], "streams is empty"),
         (["streams"], "x" * 400, "streams is 'xxx"),

@@ -268,3 +268,11 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         plot(before, before, tmp_path / "p.gif")
     with pytest.raises(BenchError, match="cannot be written"):
         plot(before, before, tmp_path / "no" / "p.png")
+
+
+def test_of_a_tiny_trace_no_fit_is_called_good() -> None:
+    few = trace(requests(12))
+    said = text(compare(few, few)).splitlines()[-1]
+    assert said == "12 requests are too few to tell a poor fit from chance"
+    many = trace(requests(300))
+    assert text(compare(many, many)).splitlines()[-1] == "no poor fit found"

@@ -18,6 +18,7 @@ from llm_bench.records import Record, Writer
 from llm_bench.results import Asked, Run
 from llm_bench.words import number
 from tests.sample import START_NS, header, record
+from tests.test_repeats import repeated
 
 SLO = objectives.parse("ttft_p95<160ms,tpot_p95<9ms,error_rate<2%,chat:ttft_p50<=60ms")
 EVIL = "</script></style></title></svg>\"'><img src=x onerror=window.hacked=1><script>window.hacked=1</script>{{ 7*7 }}"
@@ -26,7 +27,7 @@ ELEMENTS = set(
     "html head meta title style body main article header h1 h2 h3 p span nav a section div ul li strong".split()
 )
 ELEMENTS |= set("table caption thead tbody tr th td small wbr figure figcaption svg desc path text rect circle".split())
-ELEMENTS |= set("details summary b dl dt dd script".split())
+ELEMENTS |= set("details summary b bdi dl dt dd script".split())
 
 
 def write_cell(folder: Path, name: str, rows: Sequence[Record], **head: Any) -> None:
@@ -360,13 +361,61 @@ def test_targets_that_did_other_work_are_said_to_before_all_else(tmp_path: Path)
     assert "Verdict The targets did not do the same work (targets differ). 0 of 80 requests" in text
 
 
-def test_repeats_are_told_apart(tmp_path: Path) -> None:
-    for pair in range(2):
-        rows = [record(j, 10 * j, events=[10 * j + 5 + pair]) for j in range(40)]
-        write_cell(tmp_path, f"{pair:03d}-a", rows, pair=pair)
-    page = page_of(results.load_run(tmp_path), Asked(["ttft_p50"]))
-    _, *rows_ = page.tables["Figures by target and load"]
-    assert [(row[0][1], row[-1][0]) for row in rows_] == [(["a, repeat 1"], "5"), (["a, repeat 2"], "6")]
+@pytest.mark.parametrize("runs", [2, 5])
+def test_repeats_have_one_set_of_numbers_in_all_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: int
+) -> None:
+    """Five runs have an interval of their spread, two have none; the runs alone are there too, counted from 1."""
+    monkeypatch.setenv("COLUMNS", "400")
+    run, asked = repeated(tmp_path, runs), Asked(["ttft_p50", "error_rate"], objectives.parse("ttft_p50<54.5ms"))
+    (of_runs,) = json.loads(report.render([run], asked, "json"))["runs"][0]["repeats"]
+    rows = list(csv.DictReader(report.render([run], asked, "csv").splitlines()))
+    page = page_of(run, asked)
+    _, shown, _ = page.tables["Figures by target and load"]
+    _, *alone = page.tables["Each run alone"]
+    md, terminal = (report.render([run], asked, format_) for format_ in ("md", "terminal"))
+    (line,) = [line for line in md.splitlines() if line.startswith(f"| c=1, {runs} runs")]
+    drawn = [[part.strip() for part in line.split("│")] for line in terminal.splitlines() if "│" in line]
+    at = next(i for i, cells in enumerate(drawn) if cells[1] == f"c=1, {runs} runs")
+    assert (shown[0][0], shown[0][1]) == ("c=1", ["a", f"{runs} runs"])
+    for place, name in ((-2, "ttft_p50"), (-1, "error_rate")):
+        value = of_runs["metrics"][name]
+        text, small, sort = shown[place]
+        assert text == number(value["value"], value["unit"]) == drawn[at][place - 1]
+        assert text in line
+        (of_csv,) = [r for r in rows if (r["metric"], r["runs"], r["load"]) == (name, str(runs), "c=1")]
+        assert float(of_csv["value"]) == value["value"] == float(sort or "nan")
+        assert (value["interval_95"] is None) == (runs < 5) == (small == []) == (of_csv["interval_low"] == "")
+        if value["interval_95"]:
+            low, high = (number(edge, value["unit"]) for edge in value["interval_95"])
+            assert small == [f"{low} to {high}"]
+            assert f"{text} ({low} to {high})" in line
+            assert drawn[at + 1][place - 1] == f"{low}–{high}"
+    assert [row[0][0] for row in alone] == [f"c=1, run {k + 1}" for k in range(runs)]
+    assert [row[-2][0] for row in alone] == [number(50.0 + k, "ms") for k in range(runs)]
+    said = " ".join("".join(page.text).split())
+    for text in (md, terminal, said):
+        assert f"MET in {runs} of {runs} runs, each judged alone" in " ".join(text.split())
+        assert f"in 1 of {runs} runs, first in run {runs}: 2.4%" in " ".join(text.split())
+        assert "repeat 1" not in text and "run 0" not in text
+        assert ("5 are needed for an interval" in " ".join(text.split())) == (runs < 5)
+
+
+def test_a_doubt_of_many_cells_names_each_target_and_load_once(tmp_path: Path) -> None:
+    for i in range(12):
+        name, load = "ab"[i // 6], {"kind": "open", "label": f"c={1 + i % 6 // 3}", "rate": 5.0, "warmup": 0.0}
+        rows = [record(j, 100 * j, events=[100 * j + 5]) for j in range(40)]
+        rows += [record(40 + j, 4000 + j, end=4010, outcome="failed") for j in range(40)]
+        write_cell(tmp_path, f"{i:03d}-{name}", rows, target={"name": name}, load=load, pair=i % 3)
+    text = " ".join("".join(page_of(results.load_run(tmp_path), Asked(["ttft_p50"])).text).split())
+    assert text.count("a at c=1, 3 runs, c=2, 3 runs; b at c=1, 3 runs, c=2, 3 runs in 3 of 3 runs") > 0
+
+
+def test_a_limit_that_is_not_in_the_picture_is_said_to_be_where_it_is(rich_run: Run) -> None:
+    asked = Asked(["ttft_p95"], objectives.parse("ttft_p95<3000s"))
+    text = html_report.page([rich_run], asked)
+    assert "ttft_p95&lt;3000s lies to the right of the picture." in text  # latency is the x of a distribution
+    assert "ttft_p95&lt;3000s lies above the picture." in text  # and the y of the curve
 
 
 def test_figures_of_other_tools_have_tables_where_they_are_asked_for(rich_run: Run) -> None:

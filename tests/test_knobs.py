@@ -34,14 +34,16 @@ def test_targets_of_one_run_are_compared_too(tmp_path):
     first = run_of(tmp_path / "one", {"a": (slots(400, 4, 100, 20), closed(4))}, target=base | {"precision": "bf16"})
     second = run_of(tmp_path / "two", {"a": (slots(400, 4, 50, 20), closed(4))}, target=base | {"precision": "fp8"})
     runs = [first, second]
-    ways = compare_settings(runs, [evidence(run, SLO) for run in runs], Prices(1, 3.6))
+    ways = compare_settings(runs, [evidence(run, SLO) for run in runs], Prices(1, 3.6), 0.5)
     assert [way.text for way in ways] == ["target.precision bf16", "target.precision fp8"]
-    assert cheapest(ways).startswith("cheapest: two, a (target.precision fp8): 2.5")  # 80/s x 5 tokens, 1.44 million
+    assert cheapest(ways).startswith(
+        "cheapest: two, a (target.precision fp8): 5"
+    )  # 80/s x 0.5 x 5 tokens, 0.72 million
 
 
 def test_without_a_proven_rate_nothing_is_cheapest():
     (bracket,) = brackets([cell_of(8, "UNDECIDED"), cell_of(16, "MISSED")])
-    way = Setting("r", "a", {}, bracket, None)
+    way = Setting("r", "a", {}, bracket, 0.0, None)
     assert way.rate == 0
     assert cheapest([way]) == "no setting is proven to meet the SLO"
     assert way.text == "no recorded setting"

@@ -189,6 +189,7 @@ def test_any_mix_reads_back_equal_with_whole_conversations_in_order(folder, a, b
     mixed = mix(sources, seed=seed, rate=rate, count=count)
     assert mixed == mix(sources, seed=seed, rate=rate, count=count)
     file = folder / "mixed.jsonl"
+    file.unlink(missing_ok=True)
     write(file, mixed)
     assert read(file).requests == mixed.requests
     ids = {name: {i for r in of(mixed.requests, name) for i in r.hash_ids} for name in ("chat", "batch")}

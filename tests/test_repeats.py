@@ -141,7 +141,7 @@ def test_repeats_of_a_load_stand_together_and_a_cell_alone_is_as_it_is(tmp_path:
 
 def test_single_runs_are_told_apart_by_their_number(tmp_path: Path) -> None:
     found = groups(sheets(repeated(tmp_path, runs=2), Asked(["ttft_p50"])), apart=True)
-    assert [(group.load, group.runs) for group in found] == [("c=1, run 0", 1), ("c=1, run 1", 1), ("rate=5/s", 1)]
+    assert [(group.load, group.runs) for group in found] == [("c=1, run 1", 1), ("c=1, run 2", 1), ("rate=5/s", 1)]
     assert [group.values[0].value for group in found[:2]] == pytest.approx([50, 51])
 
 
@@ -156,7 +156,15 @@ def test_each_run_is_judged_alone_and_the_worst_counts(tmp_path: Path) -> None:
 def test_a_doubt_is_said_once_with_the_runs_that_have_it(tmp_path: Path) -> None:
     five, _ = grouped(repeated(tmp_path))
     (failed,) = [doubt for doubt in five.doubts() if doubt.kind == "failed requests"]
-    assert failed.text.startswith("in 1 of 5 runs, first in run 4: 2.4%")
+    assert failed.text.startswith("in 1 of 5 runs, first in run 5: 2.4%")
+
+
+def test_failures_of_all_runs_are_counted_together(tmp_path: Path) -> None:
+    for k in range(2):
+        rows = [record(i, 100 * i, outcome="failed", end=100 * i + 1, status=500 + k) for i in range(3)]
+        write_cell(tmp_path, f"00{k}-a", rows, pair=k)
+    (both,) = grouped(results.load_run(tmp_path))
+    assert [f.text for f in both.failures()] == ["http_5xx 500 x3, 501 x3"]
 
 
 def test_a_cell_that_run_json_does_not_list_is_no_repeat(tmp_path: Path) -> None:

@@ -588,13 +588,78 @@ def test_a_cell_of_several_workers_is_read_as_one(tmp_path: Path) -> None:
         assert run.cells[0].cell["index"].tolist() == list(range(41))
 
 
-def test_a_cell_that_run_json_does_not_list_bears_a_note(five: Path) -> None:
-    write_cell(five, "001-b", FIVE)
+FOREIGN = [
+    ({"cells": [{"name": "000-a"}]}, {}, ["001-b"], "run.json does not list it"),
+    ({"cells": [{"name": "000-a"}, {"name": "001-b"}], "run_id": "aa"}, {"run_id": "bb"}, ["001-b"], "run bb, this"),
+    (None, {"run_id": "bb"}, ["000-a", "001-b"], "the cells are of several"),
+    ({"cells": [{"name": "000-a"}, {"name": "001-b"}], "run_id": "aa"}, {"run_id": "aa"}, [], ""),
+    ({"version": "0.1.0"}, {"run_id": "aa"}, [], ""),  # it lists no cells at all: of that it says nothing
+    (None, {}, [], ""),
+]
+
+
+@pytest.mark.parametrize(("book", "head", "foreign", "why"), FOREIGN)
+def test_a_cell_of_another_run_is_a_doubt(
+    tmp_path: Path, book: dict[str, Any] | None, head: dict[str, Any], foreign: list[str], why: str
+) -> None:
+    write_cell(tmp_path / "run", "000-a", FIVE, **({"run_id": "aa"} if head else {}))
+    write_cell(tmp_path / "run", "001-b", FIVE, **head)
+    if book is not None:
+        (tmp_path / "run" / "run.json").write_text(json.dumps(book))
+    run = results.load_run(tmp_path / "run")
+    found = {m.name: [d.text for d in run.doubts_of(m, ()) if d.kind == "foreign cell"] for m in run.cells}
+    assert [name for name, said in found.items() if said] == foreign
+    assert all(why in said for texts in found.values() for said in texts)
+    for format_ in report.FORMATS:
+        text = " ".join(report.render([run], Asked(["error_rate"]), format_).split())
+        assert ("foreign cell" in text) == bool(foreign)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--fail-on-doubt", "--format", "csv"])
+    assert done.exit_code == 3
+    assert [c["listed"] for c in export.document(run, Asked(["error_rate"]))["cells"]] == [m.listed for m in run.cells]
+
+
+def test_csv_names_the_kinds_of_doubt_that_it_counts(five: Path) -> None:
     run = results.load_run(five)
-    assert [(m.name, m.listed) for m in run.cells] == [("000-a", True), ("001-b", False)]
-    for format_ in ("terminal", "md"):
-        assert report.render([run], Asked(), format_).count("run.json does not list this cell") == 1
-    assert [c["listed"] for c in export.document(run, Asked(["error_rate"]))["cells"]] == [True, False]
+    (row,) = csv.DictReader(report.render([run], Asked(["error_rate"]), "csv").splitlines())
+    kinds = [d.kind for d in results.sheets(run, Asked(["error_rate"]))[0].doubts]
+    assert row["doubt_kinds"].split("; ") == kinds
+    assert int(row["doubts"]) == len(kinds) == 3
+
+
+def test_a_remark_that_holds_at_every_load_is_said_once(tmp_path: Path) -> None:
+    for at in range(3):
+        load = {"kind": "open", "rate": 5.0, "label": f"rate={at}", "warmup": 0.0}
+        write_cell(tmp_path / "run", f"00{at}-a", FIVE[: 5 - (at == 2)], load=load)
+    run = results.load_run(tmp_path / "run")
+    text = " ".join(report.render([run], Asked(["ttft_p50", "tpot_mean"]), "terminal").split())
+    assert text.count("at every load: tpot_mean: left out of it 1 (under 2 tokens)") == 1
+    assert text.count("left out of it 1 (under 2 tokens)") == 1
+    assert text.count("5 requests due in it") == 2  # the windows of the first two are the same, and not the third's
+    alone = " ".join(report.render([results.load_run(tmp_path / "run")], Asked(["tpot_mean"]), "md").split())
+    assert alone.count("left out of it 1 (under 2 tokens)") == 3
+
+
+def test_goodput_above_requests_per_second_is_explained_where_both_are_shown(five: Path) -> None:
+    run, slo = results.load_run(five), objectives.parse("ttft_p95<1s")
+    for format_ in ("terminal", "md", "html"):
+        both, one = (
+            " ".join(report.render([run], Asked(names, slo), format_).split())
+            for names in (["goodput", "requests_per_second"], ["goodput"])
+        )
+        assert both.count("either may be the larger") == (2 if format_ == "html" else 1)  # among its definitions too
+        assert "either may be the larger" not in one
+
+
+def test_the_interval_of_attainment_is_shown_as_that_of_any_figure(tmp_path: Path) -> None:
+    run = classed(tmp_path / "run")
+    asked = Asked(["slo_attainment"], objectives.parse("ttft_p95<=200ms"))
+    (cell,) = json.loads(report.render([run], asked, "json"))["runs"][0]["cells"]
+    low, high = (words.number(edge, "share") for edge in cell["metrics"]["slo_attainment"]["interval_95"])
+    assert f"{low} to {high})" in report.render([run], asked, "md")
+    assert f"<small>{low} to {high}</small>" in report.render([run], asked, "html")
+    assert f"{low}–{high}" in report.render([run], asked, "terminal")
+    (row, *_) = csv.DictReader(report.render([run], asked, "csv").splitlines())
+    assert [words.number(float(row[k]), "share") for k in ("interval_low", "interval_high")] == [low, high]
 
 
 CELL = {"name": "000-a"}

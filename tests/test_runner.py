@@ -14,6 +14,8 @@ from reference_engine.runner import ModelRunner, load
 from reference_engine.runner_api import Runner
 from reference_engine.tokenizer import EOS, ByteTokenizer, TokenizerError
 from tests.engine_models import drive, llama, outputs, prompts, save, sequence
+from tests.test_gguf import metadata_of, write_gguf
+from tests.test_tokenizer import byte_level
 
 pytestmark = pytest.mark.engine
 
@@ -156,3 +158,15 @@ def test_a_simulated_model_loads_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_gguf_file_and_a_packaged_model_load_by_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "small.gguf", llama(vocab_size=400), **metadata_of(byte_level()))
+    runner, tokenizer = load(EngineConfig(model=str(path), num_blocks=64, device="cpu", max_model_len=512))
+    assert (runner.name, runner.vocab_size, runner.eos_ids) == ("small", 400, tokenizer.eos_ids)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "small.gguf", llama(vocab_size=199), **metadata_of(byte_level()))
+    with pytest.raises(weights.WeightsError, match=r"tokens; would be right: at most the model's vocab_size, 199"):
+        load(EngineConfig(model=str(path), num_blocks=64, device="cpu"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reference_engine.config import EngineConfig
-from reference_engine.policies import POLICIES
+from reference_engine.policies import BATCHING, POLICIES
 from reference_engine.scheduler import TooLong, check_fits
 from reference_engine.sequence import SamplingParams
 from tests.stub_runner import Drive, alone, answer
@@ -192,9 +192,18 @@ class Machine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         policy=st.sampled_from(sorted(POLICIES)),
+        batching=st.sampled_from(BATCHING),
     )
     def start(
-        self, block_size: int, num_blocks: int, budget: int, seats: int, chunked: bool, caching: bool, policy: str
+        self,
+        block_size: int,
+        num_blocks: int,
+        budget: int,
+        seats: int,
+        chunked: bool,
+        caching: bool,
+        policy: str,
+        batching: str,
     ) -> None:
         self.config = EngineConfig(
             block_size=block_size,
@@ -204,12 +213,21 @@ class Machine(RuleBasedStateMachine):
             chunked_prefill=chunked,
             prefix_caching=caching,
             policy=policy,
+            batching=batching,
+            max_wait_ms=0,
         )
         self.drive = Drive(self.config)
+        self.evicted_at: dict[int, int] = {}  # output tokens at the last preemption
         self.emitted: dict[int, list[int]] = {}
 
-    @rule(head=st.integers(0, 2), tail=st.integers(0, 12), max_tokens=st.integers(1, 12), priority=st.integers(0, 2))
-    def submit(self, head: int, tail: int, max_tokens: int, priority: int) -> None:
+    @rule(
+        head=st.integers(0, 2),
+        tail=st.integers(0, 12),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        client=st.sampled_from("ab"),
+    )
+    def submit(self, head: int, tail: int, max_tokens: int, priority: int, client: str) -> None:
         prompt = [head, *range(tail)]  # few beginnings: many shared prefixes
         try:
             check_fits(self.config, len(prompt), max_tokens)
@@ -217,7 +235,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(TooLong):
                 self.drive.submit(prompt, max_tokens)
             return
-        self.drive.submit(prompt, max_tokens, priority=priority)
+        self.drive.submit(prompt, max_tokens, priority=priority, client=client)
 
     @rule(head=st.integers(0, 2), n=st.integers(2, 3), tail=st.integers(0, 8))
     def submit_choices(self, head: int, n: int, tail: int) -> None:
@@ -241,7 +259,14 @@ class Machine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
         for _ in range(times):
-            for output in self.drive.step():
+            before = {s.id: s.preemptions for s in self.drive.submitted}
+            outputs = self.drive.step()
+            for sequence in self.drive.submitted:
+                if sequence.preemptions > before[sequence.id]:
+                    # Progress before each preemption after the first; nobody who was evicted emits in the same step.
+                    assert sequence.output_len > self.evicted_at.get(sequence.id, -1)
+                    self.evicted_at[sequence.id] = sequence.output_len
+            for output in outputs:
                 self.emitted.setdefault(output.sequence.id, []).append(output.token)
 
     @invariant()

@@ -210,5 +210,5 @@ def test_nvml_is_read_under_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_without_the_library_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(BenchError, match=r"nvidia-ml-py is not installed; expected pip install 'llm-bench\[gpu\]'"):
+    with pytest.raises(BenchError, match=r"--gpu needs nvidia-ml-py: in the project's folder, pip install '\.\[gpu\]'"):
         gpu_reader()

@@ -297,3 +297,24 @@ def test_a_file_of_it_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, trace(synth(model, seed=4)))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_rate_asked_for_is_that_of_the_duration_whatever_part_of_the_profile_it_takes() -> None:
+    """A profile whose beginning is four times as busy as its end: at 20/s for 50 s, 1,000 requests come on average."""
+    rows = tuple(Conversation(0, "", 0, (turn(),)) for _ in range(100))
+    model = Model(0, 100, 100, (Stream(Arrivals(1000.0, (4.0, 4.0, 1.0, 1.0), (), 1.0), rows),), ())
+    for rate, duration_s in ((20.0, 50.0), (20.0, 400.0), (1.0, 3000.0), (0.5, 700.0)):
+        counts = [len(synth(model, rate=rate, duration_s=duration_s, seed=seed)) for seed in range(8)]
+        asked = rate * duration_s
+        assert np.mean(counts) == pytest.approx(asked, abs=1 + 4 * math.sqrt(asked / len(counts)))
+    whole = synth(model, rate=5.0, duration_s=500.0, seed=3)  # just one pass: the profile shows
+    early = sum(r.at_s is not None and r.at_s < 250 for r in whole)
+    assert early / len(whole) == pytest.approx(0.8, abs=0.04)
+
+
+def test_streams_of_different_spans_come_at_the_rate_of_both() -> None:
+    rows = (Conversation(0, "", 0, (turn(),)),)
+    parts = Arrivals(100.0, (10.0,), (), 1.0), Arrivals(50.0, (1.0, 7.0), (), 1.0)
+    model = Model(0, 2, 2, tuple(Stream(part, rows) for part in parts), ())
+    counts = [len(synth(model, rate=30.0, duration_s=10.0, seed=seed)) for seed in range(12)]
+    assert np.mean(counts) == pytest.approx(300, abs=1 + 4 * math.sqrt(300 / 12))

@@ -218,6 +218,9 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
         ("{{ messages.__class__.__mro__ }}", "chat template"),  # the way out of a sandbox
         ("{{ messages.append(1) }}", "chat template"),
         ("{{ messages[0].content + 1 }}", "chat template"),
+        ("{{ 1 / 0 }}", "chat template: division by zero"),
+        ("{{ 'a'.encode('no such') }}", "chat template: unknown encoding"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template: maximum recursion"),
         ("", "no chat template"),
     ],
 )
@@ -233,7 +236,32 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     write(tmp_path, byte_level(), chat_template="{% if %}")
     with pytest.raises(TokenizerError, match="chat template, line 1"):
         HFTokenizer(tmp_path)
+    write(tmp_path, byte_level(), chat_template="{{ " + "(" * 100_000)
+    with pytest.raises(TokenizerError, match="chat template"):
+        HFTokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: no JSON"):
         HFTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("tokenizer.json", '{"model": 3}', "no tokenizer: "),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "no tokenizer: "),
+        ("tokenizer.json", "[]", "found a list"),
+        ("tokenizer.json", "[" * 200_000, "no JSON"),
+        ("tokenizer_config.json", '{"eos_token": 7}', "eos_token is 7"),
+        ("tokenizer_config.json", '{"bos_token": {"text": "a"}}', "bos_token is {'text': 'a'}"),
+        ("generation_config.json", '{"eos_token_id": ["a"]}', "eos_token_id is ['a']"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is '2'"),
+    ],
+)
+def test_a_file_of_the_wrong_form_is_named(file: str, content: str, named: str, tmp_path: Path) -> None:
+    write(tmp_path, byte_level())
+    (tmp_path / file).write_text(content)
+    with pytest.raises(TokenizerError) as error:
+        HFTokenizer(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / file}: ")
+    assert named in str(error.value)

@@ -122,15 +122,15 @@ def test_limit_stops_after_so_many_requests_and_never_looks_further(file: Path) 
         ({"input_length": "10"}, "input_length is '10'"),
         ({"input_length": None}, "input_length is missing"),
         ({"output_length": None}, "output_length is missing"),
-        ({"output_tokens": 2}, "{'output_length': 1, 'output_tokens': 2} name the same thing and differ"),
+        ({"output_tokens": 2}, "output_length 1 and output_tokens 2 name the same thing and differ"),
         ({"timestamp": math.nan}, "NaN is no JSON number"),
         ({"timestamp": -math.inf}, "-Infinity is no JSON number"),
         ({"timestamp": 10**400}, "timestamp is 1000"),
         ({"timestamp": -3}, "timestamp is -3, expected a number, 0 or more"),
         ({"timestamp": "82"}, "timestamp is '82'"),
-        ({"hash_ids": {"sys": [1]}}, "hash_ids is {'sys': [1]}, expected a list of whole numbers"),
+        ({"hash_ids": {"sys": [1]}}, 'hash_ids is {"sys": [1]}, expected a list of whole numbers'),
         ({"hash_ids": [1.0]}, "hash_ids has 1.0, expected whole numbers only"),
-        ({"session_id": ["a"]}, "session_id is ['a'], expected text"),
+        ({"session_id": ["a"]}, 'session_id is ["a"], expected text'),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_line(file: Path, row: dict[str, object], words: str) -> None:
@@ -483,7 +483,7 @@ def test_every_field_of_a_request_survives_our_own_format(tmp_path: Path) -> Non
         ({"prompt": "x", "body": {}}, "both prompt and body are given"),
         ({"body": []}, "body is [], expected an object"),
         ({"input_length": 1, "client": 0.5}, "client is 0.5, expected text"),
-        ({"messages": ["x"]}, "messages is ['x'], expected a list of objects"),
+        ({"messages": ["x"]}, 'messages is ["x"], expected a list of objects'),
         ({"prompt_token_ids": [1, 2], "input_length": 3}, "input_length is 3, but there are 2 prompt_token_ids"),
         ({"output_length": 4}, "input_length is missing"),
         ({"input_length": 1, "extra": [1]}, "extra is [1], expected an object"),
@@ -501,7 +501,7 @@ def test_the_header_is_checked_and_the_user_stands_above_it(file: Path) -> None:
     assert read(path).requests[1].at_s == 1.5
     assert read(path, unit="s").requests[1].at_s == 1500
     refused(path, 2, "20 tokens need 3 blocks of 8, got 2", block_size=8)
-    refused(own(file, row, blocksize=16), 1, "'blocksize': 16")
+    refused(own(file, row, blocksize=16), 1, '"blocksize": 16')
     refused(jsonl(file, {"llm_bench_trace": 2}, row), 1, "expected llm_bench_trace: 1")
 
 
@@ -641,3 +641,127 @@ def test_each_public_excerpt_reads_whole_and_is_the_same_once_written(
 def test_lookalikes_are_not_taken_for_mooncake(name: str) -> None:
     with pytest.raises(BenchError, match=r"jsonl:1: "):
         read(shared(f"traces/{name}"), format="mooncake")
+
+
+# -- one file, one reading ---------------------------------------------------------------------------------------------
+
+
+def turn(session: object, tokens_in: int, tokens_out: int = 50, at: int = 0) -> dict[str, object]:
+    return {"session_id": session, "timestamp": at, "input_length": tokens_in, "output_length": tokens_out}
+
+
+def test_turns_that_fit_in_part_are_refused_until_the_user_says_how_they_are_meant(file: Path) -> None:
+    path = mooncake(file, turn("a", 100), turn("a", 120), turn("b", 100), turn("b", 160))
+    refused(path, 2, "session 'a' has 120 prompt tokens, fewer than 100 + 50")
+    refused(path, 2, "while 1 of 2 later turns hold the prompt and answer before them: say --turns cumulative")
+    assert turns_of(read(path, turns="new")) == [(0, 100, 0), (1, 270, 120), (0, 100, 0), (1, 310, 160)]
+
+
+def test_as_told_cumulative_a_turn_too_short_takes_its_conversation_with_it(file: Path) -> None:
+    rows = [turn("a", 100), turn("a", 120), turn("a", 200), turn("b", 100), turn("b", 160), turn("c", 9), turn("c", 9)]
+    path = mooncake(file, *rows)
+    refused(path, 2, "not cumulative; expected --turns new", turns="cumulative")
+    refused(path, 7, "session 'c' has 9 prompt tokens, fewer than 9 + 50", turns="cumulative", skip_bad=1)
+    trace = read(path, turns="cumulative", skip_bad=2)
+    assert turns_of(trace) == [(0, 100, 0), (1, 160, 10)]
+    assert trace.skipped == {"bad row": 2, "of a bad row's conversation": 3}
+    assert trace.facts["rows"] == 7
+    assert next(note for note in trace.notes if note.startswith("left out: ")).startswith(f"left out: {path}:2: ")
+
+
+def test_fewer_than_half_that_fit_do_so_by_chance(file: Path) -> None:
+    path = mooncake(file, turn("a", 100), turn("a", 30), turn("a", 20), turn("a", 90))
+    trace = read(path)
+    assert trace.facts["turns"] == "new"
+    assert turns_of(trace)[-1] == (3, 100 + 50 + 30 + 50 + 20 + 50 + 90, 90)
+
+
+def test_a_format_of_whole_prompts_is_never_read_as_what_users_add(file: Path) -> None:
+    """Out of order in the file, a conversation of BurstGPT may not be cut where it should be."""
+    file.write_text(
+        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "9,s,1,m,100,50,150,x\n5,s,1,m,160,5,165,x\n"
+    )
+    refused(file, 2, "say --turns cumulative")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=14),
+    st.integers(1, 14),
+    st.sampled_from([None, "cumulative", "new"]),
+)
+def test_no_limit_changes_what_a_row_means(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[str, int, int]], limit: int, turns: str | None
+) -> None:
+    path = mooncake(tmp_path_factory.mktemp("t") / "t.jsonl", *(turn(*row) for row in drawn))
+    try:
+        whole = {r.line: r for r in read(path, turns=turns).requests}
+    except BenchError:
+        return
+    part = read(path, turns=turns, limit=limit).requests
+    assert part == [replace(whole[r.line], at_s=r.at_s) for r in part]
+    assert len(part) == min(limit, len(whole))
+
+
+def test_a_limit_alone_reads_no_further_than_a_file_without_conversations_needs(file: Path) -> None:
+    path = mooncake(file, {}, {"input_length": -1})
+    assert len(read(path, limit=1).requests) == 1
+    refused(mooncake(file, turn("a", 10), {"input_length": -1}), 2, "input_length is -1", limit=1)
+    assert len(read(file, limit=1, turns="new").requests) == 1
+
+
+def test_a_session_that_is_a_number_here_and_text_there_is_refused(file: Path) -> None:
+    refused(mooncake(file, turn(1, 100), turn("1", 160)), 2, "session 1 is a number in some rows and text in others")
+    assert turns_of(read(mooncake(file, turn(1, 100), turn(1, 160)))) == [(0, 100, 0), (1, 160, 10)]
+
+
+# -- numbers that may mean something else ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cell", "words"), [
+    ("2.000", "in is '2.000', expected digits alone: its point may be meant to part thousands"),
+    ("1.234.567", "part thousands"),
+    ("1e3", "in is '1e3', expected a whole number, 0 or more, in digits alone"),
+    ("12.5", "in is '12.5', expected a whole number"),
+])  # fmt: skip
+@pytest.mark.parametrize("delimiter", [",", ";"])
+def test_a_count_that_may_be_meant_otherwise_is_refused(file: Path, cell: str, words: str, delimiter: str) -> None:
+    file.write_text("\n".join(delimiter.join(row) for row in (("at", "in", "out"), ("0", "7", "5"), ("1", cell, "5"))))
+    refused(file, 3, words)
+
+
+def test_a_count_with_a_fraction_of_nothing_is_that_count(file: Path) -> None:
+    file.write_text("at,in,out\n0.250,374.0,5.\n1,12.00,6\n")
+    assert [(r.at_s, r.tokens_in, r.tokens_out) for r in read(file).requests] == [(0, 374, 5), (0.75, 12, 6)]
+    jsonl(file, '{"at": 0, "in": 2.000, "out": 5}')
+    assert read(file).requests[0].tokens_in == 2
+
+
+@pytest.mark.parametrize(("unit", "digits", "right"), [
+    ("s", 13, "ms"), ("s", 16, "us"), ("s", 19, "ns"), ("ms", 16, "us"), ("ms", 19, "ns"), ("us", 19, "ns"),
+])  # fmt: skip
+def test_a_first_stamp_of_a_far_year_tells_of_another_unit(file: Path, unit: str, digits: int, right: str) -> None:
+    first = int("17" + "0" * (digits - 2))
+    jsonl(file, *({"at": first + i, "in": 5, "out": 5} for i in range(3)))
+    refused(file, 1, f"expected --unit {right}", unit=unit)
+    assert len(read(file, unit=right).requests) == 3
+
+
+def test_seconds_since_1970_are_read_as_they_are(file: Path) -> None:
+    jsonl(file, *({"at": 1_700_000_000 + i, "in": 5, "out": 5} for i in range(3)))
+    assert read(file).facts["zero_s"] == 1_700_000_000
+
+
+def test_no_python_is_told_to_who_has_a_wrong_file(file: Path) -> None:
+    for row in ({"session_id": {"a": 1.5}}, {"output_length": 1, "output_tokens": 2}, {"hash_ids": {"a": [1]}}):
+        with pytest.raises(BenchError) as e:
+            read(mooncake(file, {}, row))
+        assert not any(word in str(e.value) for word in ("Decimal", "{'"))
+
+
+def test_a_conversation_that_opens_with_an_answer_is_counted(file: Path) -> None:
+    said = [{"from": who, "value": "x"} for who in ("system", "gpt", "human", "gpt")]
+    file.write_text(json.dumps([{"conversations": said}, {"conversations": said[:1] + said[2:]}]))
+    trace = read(file)
+    assert any(note.startswith("1 conversations open with an answer, which is dropped") for note in trace.notes)
+    assert len(trace.requests) == 2
