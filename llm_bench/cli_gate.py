@@ -23,7 +23,11 @@ def gate(
         typer.Option(help="ttft_p95<=+5%, tokens_per_second>=-3%, error_rate<=+0.5pp; may be given again."),
     ] = None,
     accept: Annotated[
-        list[str] | None, typer.Option(help="Kind of doubt that is meant so, e.g. 'not interleaved'; else it decides.")
+        list[str] | None,
+        typer.Option(
+            help="Kind of doubt that is meant so: 'not interleaved', 'targets differ', 'network path', 'delivered "
+            "tokens', 'prompt tokens', 'repeated prompts' or 'cached prompts'; may be given again."
+        ),
     ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="RUN has equal arms: print false alarms and the smallest change found.")
@@ -42,8 +46,9 @@ def gate(
     """Judge a candidate against a baseline, pair by pair.
 
     Exit codes: PASS 0, FAIL 1, INCONCLUSIVE 3. The unit is the pair of runs, not the request; the test is exact
-    sign flips at 0.05, by Holm over all rules and loads. Any doubt about a cell makes its tests INCONCLUSIVE. Too
-    few pairs are refused (2).
+    sign flips at 0.05, by Holm over all rules and loads. A doubt makes a verdict INCONCLUSIVE where it could have
+    produced it. Too few pairs are refused (2). Of --self-test: 0, 1 where equal arms FAIL, 3 where doubts forbid a
+    verdict or a figure is undefined.
     """
     from llm_bench import equal_arms, gate_report, objectives, pairing, rules
     from llm_bench import gate as gates
@@ -152,9 +157,10 @@ def history(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders, e.g. runs/*; their order is by when they were made.")
     ],
-    metric: Annotated[str, typer.Option(help="A name of README's table Metrics.")],
+    metric: Annotated[str, typer.Option(help="A name of docs/reference.md, e.g. ttft_p95.")],
     target: Annotated[str, typer.Option(help="Only of this target.")] = "",
     load: Annotated[str, typer.Option(help="Only at this load, as reports label it, e.g. c=8.")] = "",
+    details: Annotated[bool, typer.Option("--details", help="Run by run, where there are several histories.")] = False,
     slo: SloText = "",
     deadlines: Deadlines = "",
     format: TextFormat = "terminal",  # noqa: A002
@@ -169,8 +175,12 @@ def history(
     _check_format(format)
     agreed = objectives.parse(slo, deadlines)
     found = past.histories(_readable(runs), metric, target, load, agreed.context())
-    forms = {"terminal": past.text, "md": past.markdown, "json": past.json_text}
-    terminal.show(forms[format](found))
+    said: dict[str, Callable[[], str]] = {
+        "terminal": lambda: past.text(found, details),
+        "md": lambda: past.markdown(found, details),
+        "json": lambda: past.json_text(found),
+    }
+    terminal.show(said[format]())
 
 
 def _readable(paths: Sequence[Path]) -> list[Any]:

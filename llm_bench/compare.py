@@ -8,17 +8,18 @@ import numpy as np
 
 from llm_bench import grid, metrics, pairing, pairs
 from llm_bench.errors import BenchError
-from llm_bench.gate import NOT_INTERLEAVED, OTHER_WORK, Objection, Pair
+from llm_bench.gate import Objection, Pair
 from llm_bench.gate_report import counted
 from llm_bench.metrics import Value
 from llm_bench.pairing import Arm
 from llm_bench.results import Asked, Run
-from llm_bench.rules import Rule, changed, free
+from llm_bench.rules import NOT_INTERLEAVED, OTHER_WORK, Rule, changed, free
 from llm_bench.series import Context, outcome_in
 from llm_bench.words import number, or_default
 
 SCHEMA = 1  # of the JSON document
 LEAST_PAIRS = pairs.needed(1, pairs.ALPHA / 2)  # for a two-sided interval
+NOT_MEASURED = "it was not measured at this load"
 WORK = (OTHER_WORK, "targets differ", "network path", "delivered tokens", "prompt tokens")
 
 
@@ -98,7 +99,13 @@ def compare(runs: Sequence[Run], names: Sequence[str] = (), context: Context | N
         for i, name in enumerate(names):
             of_arms = [figures[0][i], *(f[i]._replace(change=c[i]) for f, c in zip(figures[1:], changes, strict=True))]
             lines.append(Line(load, name, metrics.parse(name).unit, of_arms))
-    return Compared([arm.name for arm in mine], _facts(mine), lines, _first(paired, objections), objections)
+    return Compared(
+        [arm.name for arm in mine],
+        _facts(mine),
+        lines,
+        _first([a.name for a in mine[1:]], paired, objections),
+        objections,
+    )
 
 
 def _figures(arm: Arm, load: str, names: Sequence[str], context: Context) -> list[Figure]:
@@ -110,7 +117,7 @@ def _figures(arm: Arm, load: str, names: Sequence[str], context: Context) -> lis
 def _mean(values: Sequence[Value]) -> Figure:
     known = [v.value for v in values if v.value is not None]
     if not values or len(known) < len(values):
-        reason = next((v.reason for v in values if v.value is None), "it was not measured at this load")
+        reason = next((v.reason for v in values if v.value is None), NOT_MEASURED)
         return Figure(None, len(values), reason, None)
     return Figure(float(np.mean(known)), len(known), "", None)
 
@@ -141,10 +148,14 @@ def _work(objections: Sequence[Objection], load: str = "") -> list[Objection]:
     return [o for o in objections if o.kind in WORK and (not load or o.load in ("", load))]
 
 
-def _first(paired: Sequence[pairing.Paired], objections: Sequence[Objection]) -> str:
+def _first(others: Sequence[str], paired: Sequence[pairing.Paired], objections: Sequence[Objection]) -> str:
     apart = [o for o in objections if o.kind == NOT_INTERLEAVED]
     said = [f"NOT THE SAME WORK: {line}" for line in counted(_work(objections))[:1]]
-    said += [f"NOT INTERLEAVED: {o.text}" for o in apart[:1]]
+    texts = {text: [o.where for o in apart if o.text == text] for text in dict.fromkeys(o.text for o in apart)}
+    each = [text if len(texts) == 1 else f"{' and '.join(where)}: {text}" for text, where in texts.items()]
+    said += [f"NOT INTERLEAVED: {'; '.join(each)}"] if each else []
+    alone = [name for name, of in zip(others, paired, strict=True) if not of.pairs]
+    said += [f"NO LOAD IN COMMON WITH THE FIRST: {', '.join(alone)}"] if alone else []
     if said:
         return ". ".join(said)
     fewest = min(
@@ -202,8 +213,16 @@ def _figure(f: Figure, unit: str, *, first: bool) -> list[str]:
 
 
 def _notes(compared: Compared) -> list[str]:
-    said = {f"{line.metric}: – because {f.reason}" for line in compared.lines for f in line.figures if f.reason}
-    return sorted(said) + [f"doubt: {line}" for line in counted(compared.objections)]
+    """Why figures are missing, a line a reason, and the doubts."""
+    of_reason: dict[str, list[str]] = {}
+    for line in compared.lines:
+        for name, figure in zip(compared.arms, line.figures, strict=True):
+            if figure.reason == NOT_MEASURED:
+                of_reason.setdefault("not measured", []).append(f"{name} at {line.load}")
+            elif figure.reason:
+                of_reason.setdefault(figure.reason, []).append(line.metric)
+    said = [f"–: {reason}: {', '.join(dict.fromkeys(what))}" for reason, what in sorted(of_reason.items())]
+    return said + [f"doubt: {line}" for line in counted(compared.objections)]
 
 
 def text(compared: Compared) -> str:

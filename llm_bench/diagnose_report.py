@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llm_bench import scrape
+from llm_bench import grid, printable, scrape
 from llm_bench.decompose import Decomposition, pooled
 from llm_bench.diagnose import Diagnosis, diagnose
 from llm_bench.errors import BenchError
@@ -114,7 +114,7 @@ def _counted(of: Sequence[Diagnosed], runs: int) -> list[str]:
 
 def text(run: Run, cells: Sequence[Diagnosed]) -> str:
     """For a terminal."""
-    lines = [f"run {run.path.name}"]
+    lines = [f"run {printable.clean(run.path.name)}"]
     for of in blocks(cells):
         lines += ["", of.head, *(f"  {line}" for line in (*of.time, *of.figures))]
         lines += [f"  scraped: {line}" for line in of.scraped]
@@ -126,7 +126,7 @@ def text(run: Run, cells: Sequence[Diagnosed]) -> str:
 
 
 def markdown(run: Run, cells: Sequence[Diagnosed]) -> str:
-    lines = [f"# Diagnosis of {run.path.name}"]
+    lines = [f"# Diagnosis of {grid.escaped(printable.clean(run.path.name))}"]
     for of in blocks(cells):
         lines += ["", f"## {of.head}", ""]
         lines += [f"- {line}" for line in (*of.time, *of.figures)]

@@ -5,36 +5,32 @@ The unit is the pair (METRICS.md, Statistics): requests of one run are no sample
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from llm_bench import metrics, pairs
+from llm_bench.client import BUSY, LATE, LIMITED, STALLED
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
-from llm_bench.metrics import WHOLE, Metric, Value
+from llm_bench.facts import EITHER_WAY, TOO_HIGH, TOO_LOW, Effect
+from llm_bench.metrics import Value
 from llm_bench.pairs import ALPHA, FAIL, INCONCLUSIVE, PASS, Comparison
-from llm_bench.rules import NEEDS_SLO, Rule
-from llm_bench.series import NOTHING, SERIES, Context
+from llm_bench.rules import ACCEPTABLE, BURST, DRIFT, IDLE, WARMING, Rule, counts
+from llm_bench.series import NOTHING, Context
 from llm_bench.windows import Window
 
-NOT_INTERLEAVED, OTHER_WORK, MISSING = "not interleaved", "not the same work", "missing cell"
-
-# Doubts about a cell that are no reason against comparing it with another, and why.
-HARMLESS: Mapping[str, str] = {
-    "too few requests": "it is about the interval of one run; here the spread between pairs decides",
-    "lengths not pinned": "what the arms delivered is compared itself",
-    "end unproven": "a server that never says it is the same in both arms, and what they delivered is compared",
-    "retries": "latency runs from the first attempt, so that it holds them",
-    "trace changed": "what the arms sent is compared itself",
-}
-# Doubts of which a user may say that they are meant so. Others are about the figures themselves.
-ACCEPTABLE: tuple[str, ...] = (NOT_INTERLEAVED, "targets differ", "network path", "delivered tokens", "prompt tokens")
-ACCEPTABLE += ("repeated prompts", "cached prompts")
-FAILED, ESTIMATED = "failed requests", "estimated tokens"  # against some metrics only
-COUNT_FAILURES = ("error_rate", "first_attempt_success", "drop_rate", *NEEDS_SLO)  # of others the failed are left out
+# Kinds that come and go from cell to cell. As often in either arm, they are the noise that a test over pairs carries.
+OF_CELLS = (LATE, STALLED, BUSY, LIMITED, IDLE, BURST, DRIFT, WARMING)
+UNEQUAL = 0.1  # one-sided, exact: one arm has a kind in more of its cells than the other
+MOST_CELLS = 0.25  # of both arms; in more of them a PASS would be one of a measurement that was seldom sound
+WARMING_RATE, WARMING_ALPHA = 0.1, 0.01  # steady cells that look like warming, and when an arm has too many of them
 
 MOST_PAIRS = 48  # looked at when saying how many would decide
+
+
+Name = Literal["baseline", "candidate"]
 
 
 class Objection(NamedTuple):
@@ -44,6 +40,27 @@ class Objection(NamedTuple):
     where: str
     kind: str
     text: str
+    effect: Effect = EITHER_WAY  # on the latencies of `arm`; rates err the other way
+    arm: Name | None = None  # None: both
+    pair: int | None = None
+    p: float | None = None  # of a drift: how likely chance would bring it in this cell
+    off: tuple[float, float] | None = None  # figures are off by at most (ms, factor); None: nobody knows
+
+    def could_make(self, verdict: str) -> bool:
+        """Whether its likely effect may be what made the verdict: a candidate that looks worse than it is, or better.
+
+        What makes latencies too low makes rates too high: it flatters in either.
+        """
+        if self.effect == EITHER_WAY or self.arm is None:
+            return True
+        return (self.effect == TOO_LOW) == (self.arm == ("baseline" if verdict == FAIL else "candidate"))
+
+
+class Weighed(NamedTuple):
+    """What doubts do to a verdict: those that forbid it, and of the other kinds why they do not."""
+
+    against: list[Objection]
+    spared: dict[str, str]
 
 
 class Side(NamedTuple):
@@ -75,7 +92,9 @@ class Test(NamedTuple):
     verdict: str
     why: str
     detectable: float | None  # the smallest true change that so many pairs call FAIL with chance 0.9
-    objections: list[Objection]
+    doubts: list[Objection]  # that concern its metric
+    objections: Sequence[Objection] = ()  # of them, those that forbid the verdict
+    spared: Mapping[str, str] = MappingProxyType({})  # kind -> why it forbids none
 
     @property
     def name(self) -> str:
@@ -144,8 +163,8 @@ def judge(
         sides = [[_values(side, rules, context) for side in (p.baseline, p.candidate)] for p in mine]
         for i, rule in enumerate(rules):
             values = [(base[i], cand[i]) for base, cand in sides]
-            against = [o for o in objections if o.load in ("", load) and counts(o.kind, rule.metric, accepted)]
-            tests.append(_test(rule, load, [p.number for p in mine], values, against, names))
+            doubts = [o for o in objections if o.load in ("", load) and counts(o.kind, rule.metric, accepted)]
+            tests.append(_test(rule, load, [p.number for p in mine], values, doubts, names))
     return Gate(*names, _verdicts(tests), list(objections), tuple(accepted))
 
 
@@ -165,23 +184,12 @@ def _values(side: Side, rules: Sequence[Rule], context: Context) -> list[Value]:
     return metrics.compute_all([rule.metric.name for rule in rules], side.cell, side.window, context)
 
 
-def counts(kind: str, metric: Metric, accepted: Sequence[str] = ()) -> bool:
-    """Whether a doubt of a kind is a reason against a verdict on a metric. A kind not known here is."""
-    if kind in HARMLESS or kind in accepted:
-        return False
-    if kind == FAILED:
-        return metric.name not in COUNT_FAILURES
-    if kind == ESTIMATED:
-        return bool(SERIES[metric.of].counts_tokens if metric.reducer else WHOLE[metric.of].tokens_of)
-    return True
-
-
 def _test(
     rule: Rule,
     load: str,
     numbers: list[int],
     values: list[tuple[Value, Value]],
-    against: list[Objection],
+    doubts: list[Objection],
     names: tuple[str, str],
 ) -> Test:
     """Without its verdict, which depends on the others; `why` says only what is undefined."""
@@ -189,35 +197,156 @@ def _test(
         for name, value in zip(names, of_pair, strict=True):
             if value.value is None:
                 why = f"{value.name} of {name} in pair {number} is undefined: {value.reason}"
-                return Test(rule, load, numbers, values, None, None, None, INCONCLUSIVE, why, None, against)
+                return Test(rule, load, numbers, values, None, None, None, INCONCLUSIVE, why, None, doubts)
     base, cand = (np.array([v[i].value for v in values], float) for i in (0, 1))
     try:
         d = rule.differences(base, cand)
     except ValueError as e:
-        return Test(rule, load, numbers, values, None, None, None, INCONCLUSIVE, str(e), None, against)
-    return Test(rule, load, numbers, values, d, pairs.compare(d, rule.margin, rule.op), None, "", "", None, against)
+        return Test(rule, load, numbers, values, None, None, None, INCONCLUSIVE, str(e), None, doubts)
+    return Test(rule, load, numbers, values, d, pairs.compare(d, rule.margin, rule.op), None, "", "", None, doubts)
 
 
 def _verdicts(tests: Sequence[Test]) -> list[Test]:
-    """Holm's family is every test that was asked for; one that cannot be judged is in it with p = 1.
-
-    A doubtful one says beside its INCONCLUSIVE what it would be, were none of them doubtful.
-    """
-    raw = [1.0 if t.comparison is None else t.comparison.p for t in tests]
-    sure = [1.0 if t.objections else p for t, p in zip(tests, raw, strict=True)]
+    """A verdict that doubts forbid is said beside the INCONCLUSIVE, as it would be were none doubtful."""
+    found = [None if t.comparison is None else (t.comparison.verdict, t.comparison.p) for t in tests]
     out = []
-    for test, adjusted, would_be in zip(tests, pairs.holm(sure), pairs.holm(raw), strict=True):
-        p = would_be if test.objections else adjusted
+    for test, (verdict, p, weighed) in zip(tests, settle(tests, found), strict=True):
         if test.comparison is None or test.differences is None:
             out.append(test)
             continue
-        verdict = INCONCLUSIVE if test.comparison.verdict == FAIL and p > ALPHA else test.comparison.verdict
         why = _why(test, verdict, p, len(tests))
-        if test.objections:
-            kinds = ", ".join(dict.fromkeys(o.kind for o in test.objections))
+        if weighed.against:
+            kinds = ", ".join(dict.fromkeys(o.kind for o in weighed.against))
             why, verdict = f"doubt: {kinds} (else {verdict}: {why})", INCONCLUSIVE
-        out.append(test._replace(p=p, verdict=verdict, why=why, detectable=detectable(test, len(tests))))
+        test = test._replace(p=p, verdict=verdict, why=why, objections=weighed.against, spared=weighed.spared)
+        out.append(test._replace(detectable=detectable(test, len(tests))))
     return out
+
+
+def settle(tests: Sequence[Test], found: Sequence[tuple[str, float] | None]) -> list[tuple[str, float, Weighed]]:
+    """(verdict, p, doubts) of each test of a gate, from what each is by itself; None: it cannot be judged.
+
+    Holm's family is every test that was asked for; one that cannot be judged, or whose FAIL doubts forbid, is in it
+    with p = 1. The verdict is as if no doubt forbade it.
+    """
+    nothing = Weighed([], {})
+    fails = [
+        weigh(FAIL, test, len(tests)) if said and said[0] == FAIL else nothing
+        for test, said in zip(tests, found, strict=True)
+    ]
+    raw = [1.0 if said is None else said[1] for said in found]
+    sure = [1.0 if fail.against else p for fail, p in zip(fails, raw, strict=True)]
+    out = []
+    for test, said, fail, adjusted, would_be in zip(
+        tests, found, fails, pairs.holm(sure), pairs.holm(raw), strict=True
+    ):
+        p = would_be if fail.against else adjusted
+        verdict = INCONCLUSIVE if said is None or (said[0] == FAIL and p > ALPHA) else said[0]
+        if verdict == PASS:
+            out.append((verdict, p, weigh(PASS, test, len(tests))))
+        else:
+            out.append((verdict, p, fail if verdict == FAIL else nothing))
+    return out
+
+
+# ---- what doubts do to a verdict
+
+
+def weigh(verdict: str, test: Test, tests: int) -> Weighed:
+    """Which doubts forbid a PASS or a FAIL of one of `tests`: those whose likely effect could have produced it."""
+    against: list[Objection] = []
+    spared: dict[str, str] = {}
+    for kind in dict.fromkeys(o.kind for o in test.doubts):
+        mine = [o for o in test.doubts if o.kind == kind]
+        could = [o for o in mine if o.could_make(verdict)]
+        if not could:
+            spared[kind] = f"without it the candidate would look {'worse' if verdict == FAIL else 'better'} still"
+        elif kind in OF_CELLS and not _too_often(kind, mine, verdict, len(test.numbers)):
+            base, cand = (len({o.pair for o in mine if o.arm == arm}) for arm in ("baseline", "candidate"))
+            spared[kind] = (
+                f"so often, {base} of {len(test.numbers)} cells of the baseline and {cand} of the candidate, it is "
+                "noise, which a test over pairs carries"
+            )
+        elif verdict == FAIL and not _of_one_arm(could, mine):
+            spared[kind] = "it is in both cells of those pairs, the same way"
+        else:
+            against += could
+    sized = [o for o in against if o.off is not None]
+    if sized and _stands(verdict, test, sized, tests):
+        kinds = {o.kind for o in sized}
+        spared |= {o.kind: f"with all that it can have done taken off, it is a {verdict} still" for o in sized}
+        against = [o for o in against if o.off is None]
+        spared = {kind: why for kind, why in spared.items() if kind not in kinds & {o.kind for o in against}}
+    return Weighed(against, spared)
+
+
+def _of_one_arm(could: Sequence[Objection], mine: Sequence[Objection]) -> list[Objection]:
+    """Without what flatters, or slanders, both cells of a pair alike: a FAIL takes the arms to differ."""
+    known = {(o.arm, o.pair, o.effect) for o in mine if o.effect != EITHER_WAY}
+    other: dict[Name | None, Name] = {"baseline": "candidate", "candidate": "baseline"}
+    return [o for o in could if (other.get(o.arm), o.pair, o.effect) not in known]
+
+
+def _too_often(kind: str, mine: Sequence[Objection], verdict: str, n: int) -> bool:
+    """Of a kind that comes and goes, in `n` cells an arm: whether one arm has it more often, so that it is no noise.
+
+    A FAIL takes nearly every pair to be worse, and noise of both arms alike does not do that. A PASS is not given where
+    a kind is in more cells than chance brings, either: it may hide a difference.
+    """
+
+    def cells(arm: Name, *effects: Effect) -> int:
+        return len({o.pair for o in mine if o.arm == arm and o.effect in effects})
+
+    arms: tuple[Name, Name] = ("baseline", "candidate")
+    flattered, slandered = arms if verdict == FAIL else arms[::-1]
+    if _unequal(cells(flattered, TOO_LOW, EITHER_WAY), cells(slandered, TOO_LOW, EITHER_WAY), n):
+        return True
+    if _unequal(cells(slandered, TOO_HIGH, EITHER_WAY), cells(flattered, TOO_HIGH, EITHER_WAY), n):
+        return True
+    if verdict == FAIL:
+        return False
+    if kind == WARMING:
+        return any(_chance_of(cells(arm, TOO_LOW, TOO_HIGH, EITHER_WAY), n) <= WARMING_ALPHA for arm in arms)
+    known = [o.p for o in mine if o.p is not None]
+    if kind == DRIFT and len(known) == len(mine):
+        return min(known) <= ALPHA / (2 * n)  # Bonferroni over the cells of the load
+    return len({(o.arm, o.pair) for o in mine}) > MOST_CELLS * 2 * n
+
+
+def _unequal(more: int, less: int, n: int) -> bool:
+    """Fisher's exact test, one-sided: `more` of n cells against `less` of n."""
+    both = more + less
+    ways = sum(math.comb(n, k) * math.comb(n, both - k) for k in range(more, min(n, both) + 1))
+    return ways <= UNEQUAL * math.comb(2 * n, both)
+
+
+def _chance_of(k: int, n: int) -> float:
+    """That k or more of n steady cells look like warming."""
+    return sum(math.comb(n, i) * WARMING_RATE**i * (1 - WARMING_RATE) ** (n - i) for i in range(k, n + 1))
+
+
+def _stands(verdict: str, test: Test, sized: Sequence[Objection], tests: int) -> bool:
+    """Whether the verdict holds when each figure is moved against it by all that doubts can have done to it."""
+    moved = []
+    for number, values in zip(test.numbers, test.values, strict=True):
+        of_pair = []
+        for arm, value in zip(("baseline", "candidate"), values, strict=True):
+            mine = [o.off for o in sized if o.arm == arm and o.pair == number and o.off is not None]
+            ms, factor = sum(off[0] for off in mine), math.prod(off[1] for off in mine)
+            x, smaller = value.value or 0.0, (arm == "candidate") == (verdict == FAIL)
+            if test.rule.metric.unit == "ms":
+                of_pair.append((x - ms) / factor if smaller else x * factor + ms)
+            elif ms or test.rule.points:
+                return False  # what a delay does to it is not known
+            else:
+                of_pair.append(x / factor if smaller == (test.rule.side > 0) else x * factor)
+        moved.append(of_pair)
+    base, cand = np.array(moved, float).T
+    try:
+        found = pairs.compare(test.rule.differences(base, cand), test.rule.margin, test.rule.op)
+    except ValueError:  # nothing is left of a figure
+        return False
+    return found.p <= ALPHA / tests if verdict == FAIL else found.verdict == PASS
 
 
 def detectable(test: Test, tests: int, n_pairs: int | None = None) -> float | None:

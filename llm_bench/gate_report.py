@@ -7,14 +7,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 from llm_bench import grid
-from llm_bench.gate import HARMLESS, Gate, Objection, Test
+from llm_bench.gate import Gate, Objection, Test
 from llm_bench.pairs import FAIL, INCONCLUSIVE, PASS
 from llm_bench.results import Sheet
+from llm_bench.rules import HARMLESS
 from llm_bench.words import number
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
 LEGEND = (
-    "Means are of the pairs' figures (geometric for %), the change is the candidate's against the baseline's with its "
+    "Means are of the pairs' figures: geometric for %, where a report's are arithmetic. The change is the candidate's "
+    "against the baseline's with its "
     "two-sided 95% interval, p of a change beyond the rule is one-sided by exact sign flips, by Holm over all tests. "
     "The smallest change found is what so many pairs of this spread call FAIL with chance 0.9."
 )
@@ -39,8 +41,8 @@ def rows(gate: Gate) -> tuple[list[str], list[list[str]]]:
 def _row(test: Test) -> list[str]:
     found, rule, middles = test.comparison, test.rule, test.middles()
     unit = rule.metric.unit
-    shown = [number(x, unit) for x in middles or (None, None)]
-    shown[1] += "" if unit in ("1", "share") or not middles else f" {unit}"
+    after = "" if unit in ("1", "share") or not middles else f" {unit}"
+    shown = [f"{number(x, unit)}{after}" for x in middles or (None, None)]
     if found is None or test.p is None:
         return [test.load, rule.text, *shown, "–", "–", "–", "–", test.verdict]
     interval = "–"
@@ -58,29 +60,32 @@ def heading(gate: Gate) -> str:
     return f"{gate.verdict}: {gate.candidate} against {gate.baseline}; tests: {said}; pairs: {pairs}"
 
 
-def counted(objections: Sequence[Objection], accepted: Sequence[str] = ()) -> list[str]:
+def counted(objections: Sequence[Objection], accepted: Sequence[str] = (), tests: Sequence[Test] = ()) -> list[str]:
     """Doubts in words, a line a kind: its first, how many more there are, and where it is no reason, why."""
+    against = {o.kind for test in tests for o in test.objections}
+    spared = {kind: why for test in tests for kind, why in test.spared.items() if kind not in against}
     lines = []
     for kind in dict.fromkeys(o.kind for o in objections):
         first, *more = (o for o in objections if o.kind == kind)
         place = " at ".join(filter(None, [first.where, first.load]))
         others = f" ({len(more)} more such)" if more else ""
-        lines.append(f"{kind}: {place}: {first.text}{others}{_reserve(kind, accepted)}")
+        lines.append(f"{kind}: {place}: {first.text}{others}{_reserve(kind, accepted, spared)}")
     return lines
 
 
-def _reserve(kind: str, accepted: Sequence[str]) -> str:
-    """Why a doubt is no reason against a verdict; "" where it is one."""
+def _reserve(kind: str, accepted: Sequence[str], spared: Mapping[str, str]) -> str:
+    """Why a doubt is no reason against a verdict; "" where it is one, or there was no verdict to doubt."""
     if kind in accepted:
         return "; accepted"
-    return f"; no reason against a verdict: {HARMLESS[kind]}" if kind in HARMLESS else ""
+    why = {**HARMLESS, **spared}.get(kind)
+    return f"; no reason against a verdict: {why}" if why else ""
 
 
 def text(gate: Gate) -> str:
     """For a terminal."""
     lines = [f"{heading(gate)}\n\n", grid.terminal(*rows(gate), left=(0, 1, 8)), "\n"]
     lines += [f"  {t.name}: {t.verdict}: {t.why}\n" for t in gate.tests]
-    lines += [f"  doubt: {line}\n" for line in counted(gate.objections, gate.accepted)] or ["  no doubts\n"]
+    lines += [f"  doubt: {line}\n" for line in counted(gate.objections, gate.accepted, gate.tests)] or ["  no doubts\n"]
     return "".join([*lines, f"\n{LEGEND}\n"])
 
 
@@ -88,7 +93,7 @@ def markdown(gate: Gate) -> str:
     """For the comment on a pull request, or a job's summary."""
     lines = [f"### Gate: {grid.escaped(heading(gate))}\n\n", grid.markdown(*rows(gate), left=(0, 1, 8)), "\n"]
     lines += [f"- **{t.verdict}** {grid.escaped(f'{t.name}: {t.why}')}\n" for t in gate.tests]
-    lines += [f"- doubt: {grid.escaped(line)}\n" for line in counted(gate.objections, gate.accepted)]
+    lines += [f"- doubt: {grid.escaped(line)}\n" for line in counted(gate.objections, gate.accepted, gate.tests)]
     return "".join([*lines, f"\n<sub>{LEGEND}</sub>\n"])
 
 
@@ -137,6 +142,7 @@ def _document(test: Test) -> dict[str, Any]:
         "p_holm": test.p,
         "smallest_change_found": share(test.detectable),
         "doubts": [o.kind for o in test.objections],
+        "doubts_weighed": dict(test.spared),  # kind: why it is no reason against the verdict
     }
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from llm_bench import changes, grid, metrics
 from llm_bench.changes import ChangePoint
 from llm_bench.errors import BenchError
-from llm_bench.gate import OTHER_WORK, counts
 from llm_bench.metrics import Metric
 from llm_bench.pairing import differing, facts
 from llm_bench.results import Measured, Run
-from llm_bench.rules import changed
+from llm_bench.rules import OTHER_WORK, changed, counts
 from llm_bench.series import NOTHING, Context
 from llm_bench.words import number
 
@@ -50,7 +49,8 @@ class History(NamedTuple):
         need = 2 * changes.MIN_SIZE
         if len(self.known) >= need:
             return ""
-        return f"{len(self.known)} runs have the figure, {need} are needed for a change point"
+        n = len(self.known)
+        return f"{n} {'run has' if n == 1 else 'runs have'} the figure, {need} are needed for a change point"
 
 
 def histories(
@@ -145,7 +145,7 @@ def sentences(history: History) -> list[str]:
     out = [_sentence(history, change, unit) for change in history.found]
     if history.note:
         return [f"no verdict: {history.note}"]
-    return out or [f"no change point in {len(history.known)} runs (E-divisive, alpha {changes.ALPHA})"]
+    return out or [f"no change point in {_runs(len(history.known))} (E-divisive, alpha {changes.ALPHA})"]
 
 
 def _sentence(history: History, change: ChangePoint, unit: str) -> str:
@@ -161,7 +161,11 @@ def _sentence(history: History, change: ChangePoint, unit: str) -> str:
 
 
 def _title(history: History) -> str:
-    return f"{history.metric.name} of {history.target} at {history.load}, {len(history.points)} runs"
+    return f"{history.metric.name} of {history.target} at {history.load}, {_runs(len(history.points))}"
+
+
+def _runs(n: int) -> str:
+    return "1 run" if n == 1 else f"{n} runs"
 
 
 def _drawn(history: History) -> str:
@@ -172,18 +176,52 @@ def _drawn(history: History) -> str:
     return f"{line_of(values)}  {number(min(values), unit)} to {number(max(values), unit)}"
 
 
-def text(found: Sequence[History]) -> str:
-    """For a terminal."""
+def overview(found: Sequence[History]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row a target and load: its first and last figure, all of them as bars, and where it changed."""
+    unit = found[0].metric.unit
+    heading = f"{found[0].metric.name}{'' if unit in ('1', 'share') else f', {unit}'}"
+    rows_ = []
+    for h in found:
+        values = [p.value for p in h.known if p.value is not None]
+        ends = [number(v, unit) for v in (values[0], values[-1])] if values else ["–", "–"]
+        doubtful = sum(bool(p.doubts) for p in h.points)
+        changed_ = ", ".join(h.known[c.at].run for c in h.found) or "–"
+        line = line_of(values) if values else "–"
+        rows_.append([h.target, h.load, str(len(h.points)), *ends, line, changed_, str(doubtful or "–")])
+    return ["target", "load", "runs", f"first {heading}", "last", "all", "changed at", "doubtful runs"], rows_
+
+
+def _overall(found: Sequence[History]) -> list[str]:
+    """The changes of all in words; why there can be none is said once."""
+    out = [f"{h.target} at {h.load}: {_sentence(h, c, h.metric.unit)}" for h in found for c in h.found]
+    few = [h for h in found if h.note]
+    if few:
+        most = max(len(h.known) for h in few)
+        need = 2 * changes.MIN_SIZE
+        out.append(
+            f"no verdict on {len(few)} of {len(found)}: at most {_runs(most)}, {need} are needed for a change point"
+        )
+    return out or [f"no change point (E-divisive, alpha {changes.ALPHA})"]
+
+
+def text(found: Sequence[History], details: bool = False) -> str:
+    """For a terminal: one history run by run; of several a line each, and with `details` each run by run too."""
     parts = []
-    for history in found:
+    if len(found) > 1:
+        lines = [grid.terminal(*overview(found), left=(0, 1, 5, 6)), "\n", *(f"  {line}\n" for line in _overall(found))]
+        parts.append("".join([*lines, "" if details else "  Run by run: --details, or --target and --load\n"]))
+    for history in found if details or len(found) == 1 else ():
         lines = [f"{_title(history)}\n  {_drawn(history)}\n\n", grid.terminal(*rows(history), left=(0, 1, 2, 4)), "\n"]
         parts.append("".join([*lines, *(f"  {line}\n" for line in sentences(history))]))
     return "\n".join(parts)
 
 
-def markdown(found: Sequence[History]) -> str:
+def markdown(found: Sequence[History], details: bool = False) -> str:
     parts = []
-    for history in found:
+    if len(found) > 1:
+        lines = [grid.markdown(*overview(found), left=(0, 1, 5, 6)), "\n"]
+        parts.append("".join([*lines, *(f"- {grid.escaped(line)}\n" for line in _overall(found))]))
+    for history in found if details or len(found) == 1 else ():
         lines = [f"### {grid.escaped(_title(history))}\n\n{_drawn(history)}\n\n"]
         lines += [grid.markdown(*rows(history), left=(0, 1, 2, 4)), "\n"]
         parts.append("".join([*lines, *(f"- {grid.escaped(line)}\n" for line in sentences(history))]))

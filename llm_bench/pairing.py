@@ -7,15 +7,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llm_bench import same_work
+from llm_bench import metrics, same_work
+from llm_bench.client import BUSY, LATE, STALLED
 from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt
 from llm_bench.errors import BenchError
-from llm_bench.gate import MISSING, NOT_INTERLEAVED, OTHER_WORK, Objection, Pair, Side
+from llm_bench.facts import EITHER_WAY, TOO_HIGH, TOO_LOW, Effect
+from llm_bench.gate import Name, Objection, Pair, Side
 from llm_bench.results import Measured, Run
+from llm_bench.rules import DRIFT, MISSING, NETWORK, NOT_INTERLEAVED, OTHER_WORK, TARGETS, WARMING
+from llm_bench.series import NOTHING, SERIES
+from llm_bench.steady import DRIFT_BATCHES
 
 # Settings that change nothing of what is sent; the seed is a fact of its own.
 NO_WORK = ("out", "ready_s", "seed", "slo", "deadlines", "rounds")
+
+ROUND_TRIPS = 3  # that a latency holds at most: to connect, for TLS, for the answer
 
 MOST_LEADS = 0.75  # of the pairs may have the same arm first: of five that take turns it is three
 
@@ -102,14 +109,45 @@ def pair_up(baseline: Arm, candidate: Arm) -> Paired:
                 continue
             a, b = mine[number], theirs[number]
             found.append(Pair(load, number, Side(a.cell, a.window), Side(b.cell, b.window)))
-            said = [(f"{of.name}, pair {number}", d) for of, m in ((baseline, a), (candidate, b)) for d in of.doubts(m)]
-            said += [(f"pair {number}", d) for d in differences(baseline, a, candidate, b)]
-            objections += [Objection(load, where, d.kind, d.text) for where, d in said]
+            objections += [*_of_cell(baseline, a, "baseline"), *_of_cell(candidate, b, "candidate")]
+            objections += differences(baseline, a, candidate, b)
             ours, other = (m.cell.header.get("order") for m in (a, b))
             known = baseline.run is candidate.run and ours is not None and other is not None
             first.append(ours < other if known else None)  # type: ignore[operator]
     apart = _apart(baseline, candidate, first)
     return Paired(found, objections + apart, not apart)
+
+
+def _of_cell(of: Arm, m: Measured, arm_: Name) -> list[Objection]:
+    """The doubts about a cell; what it differs in from other targets is left to what is said of the pair."""
+    where, number = f"{of.name}, pair {number_of(m)}", number_of(m)
+    found = []
+    for d in of.doubts(m):
+        if d.kind in (TARGETS, NETWORK):
+            continue
+        # A window whose later half alone is steady, by MSER-5, is too short: as much a matter of chance as warming.
+        kind = WARMING if d.kind == "too short" and m.window.settling else d.kind
+        p = m.window.drift.p if kind == DRIFT and m.window.drift else None
+        found.append(Objection(m.load, where, kind, d.text, d.effect, arm_, number, p, _off(kind, m)))
+    return found
+
+
+def _off(kind: str, m: Measured) -> tuple[float, float] | None:
+    """By how much figures are off at most for a doubt: (ms, factor). None where that cannot be told."""
+    if kind in (LATE, STALLED, BUSY):
+        late = [m.end.get("loop_lag_p99_ms") or 0.0, *(m.end.get("worker_loop_lag_ms") or [])]
+        late += [ms for _, ms in m.end.get("loop_stalls") or []]
+        sent = SERIES["lag_client"].of(m.cell, NOTHING).values
+        sent_ms = 0.0 if np.isnan(sent).all() else float(np.nanmax(sent))
+        return (sent_ms + max(late), 1.0) if max(late) or sent_ms else None  # sent late, and stamped late
+    if kind == WARMING and m.window.settling:
+        early, rest = m.window.settling.early_ms, m.window.settling.rest_ms
+        return (0.0, max(early, rest) / min(early, rest)) if min(early, rest) > 0 else None
+    if kind == DRIFT and m.window.drift:
+        change = abs(m.window.drift.latency.slope) * (DRIFT_BATCHES - 1)
+        mean = metrics.compute("e2e_mean", m.cell, m.window).value or 0.0
+        return (0.0, (mean + change / 2) / (mean - change / 2)) if change < 2 * mean else None
+    return None
 
 
 def _missing(of: Arm) -> list[Objection]:
@@ -121,8 +159,8 @@ def _apart(baseline: Arm, candidate: Arm, first: Sequence[bool | None]) -> list[
     """Why the arms did not take turns: [] where they did."""
     who = f"{baseline.name}, {candidate.name}"
     if None in first:
-        where = "one run" if baseline.run is candidate.run else "two runs"
-        text = f"measured apart, in {where}: what changed on the machine in between looks like a change of the target"
+        how = "one after the other, not in turns (--interleave)" if baseline.run is candidate.run else "in two runs"
+        text = f"measured apart, {how}: what changed on the machine in between looks like a change of the target"
         machines = [_machine(of.run.facts) for of in (baseline, candidate)]
         if all(machines) and machines[0] != machines[1]:
             text += f"; and on two machines: {machines[0]}; {machines[1]}"
@@ -140,8 +178,7 @@ def _apart(baseline: Arm, candidate: Arm, first: Sequence[bool | None]) -> list[
 IDENTITY = ("model", "revision", "precision", "tokenizer")
 PLANNED = {"planned_in": "prompt lengths planned", "asked_out": "answer lengths asked"}
 # Checks of same_work -> the kind of doubt; others are about who answers: "targets differ".
-KINDS = dict.fromkeys(("prompt tokens", "delivered tokens", "finish reasons"), OTHER_WORK)
-KINDS |= {"network path": "network path"}
+KINDS = dict.fromkeys(("prompt tokens", "delivered tokens", "finish reasons"), OTHER_WORK) | {"network path": NETWORK}
 
 
 def facts(run: Run, m: Measured) -> dict[str, str]:
@@ -168,21 +205,47 @@ def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     ]
 
 
-def differences(baseline: Arm, a: Measured, candidate: Arm, b: Measured) -> list[Doubt]:
-    """In what the work of two cells of a pair differs, as doubts."""
+def differences(baseline: Arm, a: Measured, candidate: Arm, b: Measured) -> list[Objection]:
+    """In what the work of two cells of a pair, the targets and the ways to them differ."""
     mine, theirs = facts(baseline.run, a), facts(candidate.run, b)
     work = [f"{name} {mine[name]} and {theirs[name]}" for name in differing(mine, theirs) if name not in IDENTITY]
     ours, other = (_section(m.cell.header, "settings") for m in (a, b))
     changed = [k for k in ours if k in other and ours[k] != other[k] and k not in NO_WORK]
     work += [f"settings.{k} {ours[k]!r} and {other[k]!r}" for k in changed] + _planned(a.cell, b.cell)
-    said: dict[str, list[str]] = {OTHER_WORK: work}
+    said: dict[str, list[str]] = {OTHER_WORK: work, TARGETS: [], NETWORK: []}
+    cached = _cached(a, b, one_run=baseline.run is candidate.run)
+    found: list[Objection] = []
     for check, text in same_work.differences(
         same_work.Side(baseline.name, a.cell), same_work.Side(candidate.name, b.cell)
     ):
-        said.setdefault(KINDS.get(check, "targets differ"), []).append(text)
-    # Of one run the doubts about each cell have said what differs between targets, and on the way to them.
-    kinds = (OTHER_WORK,) if baseline.run is candidate.run else said
-    return [Doubt(kind, "; ".join(said[kind])) for kind in kinds if said[kind]]
+        if check != "cached share":
+            said[KINDS.get(check, TARGETS)].append(text)
+        elif cached:
+            found.append(_between(a, TARGETS, text, TOO_LOW, cached))
+    found += [_between(a, kind, "; ".join(said[kind])) for kind in (OTHER_WORK, TARGETS) if said[kind]]
+    for text in said[NETWORK]:
+        x, y = (float(_section(m.cell.header, "probe")["rtt_ms"]) for m in (a, b))
+        longer: Name = "baseline" if x > y else "candidate"
+        found.append(_between(a, NETWORK, text, TOO_HIGH, longer)._replace(off=(ROUND_TRIPS * abs(x - y), 1.0)))
+    return found
+
+
+def _between(m: Measured, kind: str, text: str, effect: Effect = EITHER_WAY, of: Name | None = None) -> Objection:
+    return Objection(m.load, f"pair {number_of(m)}", kind, text, effect, of, number_of(m))
+
+
+def _cached(a: Measured, b: Measured, *, one_run: bool) -> Name | None:
+    """The arm whose cache answered more, where that is no merit of its build: None where it is, or hardly more.
+
+    In one run either arm meets prompts of its own, so that what the trace plans to share is for the build to keep.
+    """
+    plan = _section(a.cell.header, "plan")
+    if one_run and (plan.get("shares") or plan.get("sessions")):
+        return None
+    x, y = (metrics.compute("cached_prompt_share", m.cell, m.window).value for m in (a, b))
+    if x is None or y is None or abs(x - y) <= same_work.MAX_CACHED_APART:
+        return None
+    return "baseline" if x > y else "candidate"
 
 
 def _planned(a: Cell, b: Cell) -> list[str]:

@@ -1,18 +1,20 @@
 """Rules of a gate: `ttft_p95<=+5%` -> Rule: how far a candidate's figure may be from the baseline's.
 
-The grammar is METRICS.md's, section Statistics, comparison of two arms.
+The grammar is METRICS.md's, section Statistics, comparison of two arms. Beside it: which doubts concern which metrics.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from llm_bench import metrics, pairs
+from llm_bench.client import BUSY, LATE, LIMITED, STALLED
 from llm_bench.errors import BenchError
-from llm_bench.metrics import Metric
+from llm_bench.metrics import WHOLE, Metric
+from llm_bench.series import SERIES
 
 _RULE = re.compile(
     r"(?P<name>[a-z0-9_]+)\s*(?P<op><=|>=)\s*(?P<change>[+-](?:\d+(?:\.\d+)?|\.\d+))\s*(?P<unit>%|pp)", re.A
@@ -100,3 +102,57 @@ def _rule(text: str) -> Rule:
     if not least <= percent <= most:
         raise BenchError(f"--rule {text!r}: expected a change from {least:g} to {most:+g}{match['unit']}")
     return Rule("".join(text.split()), metric, match["op"], percent / 100, points)  # type: ignore[arg-type]
+
+
+# ---- which doubts concern which metrics
+
+NOT_INTERLEAVED, OTHER_WORK, MISSING = "not interleaved", "not the same work", "missing cell"
+TARGETS, NETWORK, WARMING, DRIFT, BURST = "targets differ", "network path", "warming", "drift", "burst streams"
+FAILED, IDLE = "failed requests", "idle slots"
+
+# Doubts about a cell that are no reason against comparing it with another, and why.
+HARMLESS: Mapping[str, str] = {
+    "too few requests": "it is about the interval of one run; here the spread between pairs decides",
+    "lengths not pinned": "what the arms delivered is compared itself",
+    "end unproven": "a server that never says it is the same in both arms, and what they delivered is compared",
+    "retries": "latency runs from the first attempt, so that it holds them",
+    "trace changed": "what the arms sent is compared itself",
+}
+# Doubts of which a user may say that they are meant so. Others are about the figures themselves.
+ACCEPTABLE: tuple[str, ...] = (NOT_INTERLEAVED, TARGETS, NETWORK, "delivered tokens", "prompt tokens")
+ACCEPTABLE += ("repeated prompts", "cached prompts")
+
+COUNTED = ("error_rate", "first_attempt_success", "cancel_rate", "drop_rate")  # how many, whatever the time
+OF_GAPS = ("tpot", "tpot_decode", "itl", "stall", "output_speed", "fluidity", "on_time_share", "zero_gap_share")
+OF_SERVER = ("queue", "prefill", "decode", "server_ttft", "server_tpot")  # no stamp of the client's is in them
+
+
+def _timed(metric: Metric) -> bool:
+    return metric.name not in COUNTED
+
+
+def _stamped(metric: Metric) -> bool:
+    return _timed(metric) and metric.of not in OF_SERVER
+
+
+def _token_counting(metric: Metric) -> bool:
+    return bool(SERIES[metric.of].counts_tokens if metric.reducer else WHOLE[metric.of].tokens_of)
+
+
+# What a kind of doubt is about; one that is not here is about every metric.
+CONCERNS: Mapping[str, Callable[[Metric], bool]] = {
+    FAILED: lambda metric: metric.name not in (*COUNTED, *NEEDS_SLO),  # of others the failed are left out
+    "estimated tokens": _token_counting,
+    "usage disputed": _token_counting,
+    **dict.fromkeys((LATE, STALLED, BUSY, LIMITED, IDLE), _stamped),
+    **dict.fromkeys((WARMING, DRIFT), _timed),
+    NETWORK: lambda metric: _stamped(metric) and metric.of not in OF_GAPS,  # the same way for every token is in no gap
+    BURST: lambda metric: metric.of in (*OF_GAPS, *NEEDS_SLO),
+}
+
+
+def counts(kind: str, metric: Metric, accepted: Sequence[str] = ()) -> bool:
+    """Whether a doubt of a kind is about a metric, and neither harmless nor accepted. A kind not known here is."""
+    if kind in HARMLESS or kind in accepted:
+        return False
+    return CONCERNS[kind](metric) if kind in CONCERNS else True

@@ -13,7 +13,7 @@ from llm_bench.series import outcome_in
 
 MAX_TOKENS_OFF = 0.02  # a request, prompt or answer; tokens a word of the probe's text
 MAX_SHARE_APART = 0.02  # of answers, by what ended them
-MAX_CACHED_APART = 0.01  # of prompt tokens
+MAX_CACHED_APART = 0.05  # of prompt tokens
 MAX_RTT_SHARE = 0.1  # of the smaller TTFT
 
 # What the protocols call the two ways in which a whole answer ends: TGI's details, Triton's and Ollama's words.

@@ -182,6 +182,7 @@ def seen(
     client_limited: bool = False,
 ) -> Seen:
     """What a cell says of each limit of `agreed`. `reason`: how it ended."""
+    answered = bool((due_in(cell, window) & outcome_in(cell, "ok")).any())  # else it fails, steady or not
     grows = window.state == windows.GROWING
     overloaded = f"the backlog grew by {window.growth:.3g} requests/s" if grows else ""
     if reason == OVERLOADED and not overloaded:
@@ -193,7 +194,7 @@ def seen(
         requests=cell.n,
         seconds=seconds,
         window=window.requests if window.opened else 0,
-        unsound="" if overloaded else _unsound(window),
+        unsound="" if overloaded or not answered else _unsound(window),
         overloaded=overloaded,
         client_limited=client_limited,
     )

@@ -107,7 +107,21 @@ def test_what_an_arm_does_not_have_is_missing_with_its_reason(tmp_path: Path) ->
     ]
     assert [f.reason for f in got.lines[0].figures] == ["", "it was not measured at this load"]
     assert got.lines[1].figures[0].reason == "no limits were given: --slo"
-    assert "goodput: – because no limits were given: --slo" in compare.text(got)
+    shown = compare.text(got)
+    assert "–: no limits were given: --slo: goodput" in shown
+    # Once, however many metrics that is.
+    assert [line for line in shown.splitlines() if "not measured" in line] == [
+        "  –: not measured: b at rate=100/s, a at c=8"
+    ]
+    assert got.first == "NO LOAD IN COMMON WITH THE FIRST: b"
+
+
+def test_how_arms_were_apart_is_said_of_each(tmp_path: Path) -> None:
+    a = write_arms(tmp_path / "a", {"x": BASE[:1], "y": SAME[:1]}, interleaved=False)
+    b = write_arms(tmp_path / "b", {"x": SLOW[:1]}, interleaved=False)
+    first = compared(a, b).first
+    assert "a:x, a:y: measured apart, one after the other, not in turns (--interleave): what changed" in first
+    assert "a:x, b: measured apart, in two runs: what changed" in first
 
 
 def test_one_arm_alone_is_nothing_to_compare(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import textwrap
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from llm_bench import cli_gate, gate_report, grid, objectives, pairs, results
+from llm_bench import cli_gate, gate_report, grid, objectives, pairs, results, rules
 from llm_bench.errors import BenchError
 from llm_bench.gate import Objection
 from llm_bench.results import Asked
@@ -80,6 +83,19 @@ def test_json_is_strict_and_its_numbers_are_those_worked_by_hand(runs: Path) -> 
     assert first["candidate"] / first["baseline"] - 1 == pytest.approx(first["change"])
     rate = found["tests"][2]
     assert (rate["in_points"], rate["margin"], rate["change"]) == (True, 0.005, 0)
+
+
+def test_both_means_have_their_unit_and_it_is_said_what_means_they_are(runs: Path) -> None:
+    got = judged(runs / "slow", *RULES)
+    rows = gate_report.rows(got)[1]
+    assert [[cell.split()[-1] for cell in row[2:4]] for row in rows[:2]] == [["ms"] * 2, ["tokens/s"] * 2]
+    assert "geometric for %, where a report's are arithmetic" in gate_report.text(got)
+
+
+def test_help_lists_the_kinds_that_can_be_accepted() -> None:
+    shown = " ".join(re.sub(r"[│|]", " ", invoke("gate", "--help").output).split())
+    for kind in rules.ACCEPTABLE:
+        assert f"'{kind}'" in shown
 
 
 def test_all_formats_say_one_set_of_numbers(runs: Path) -> None:
@@ -305,6 +321,26 @@ def test_an_interrupted_run_is_no_pass(tmp_path: Path) -> None:
     got = invoke(*gate_words(folder))
     assert got.exit_code == 3
     assert "doubt: missing cell: base at rate=200/s" in got.output
+
+
+@pytest.mark.parametrize(("codes", "code"), [([0], 0), ([1], 1), ([3, 3], 3), ([3, 0], 0), ([3, 1], 1), ([2], 2)])
+def test_the_worked_example_for_a_ci_lets_nothing_but_a_pass_through(
+    tmp_path: Path, codes: list[int], code: int
+) -> None:
+    """The recipe's own shell, as GitHub runs it, with what llm-bench says given: asked for no more often than that."""
+    text = (Path(__file__).parents[1] / "docs" / "ci.md").read_text()
+    assert "allow_failure" not in text
+    recipe = textwrap.dedent(
+        text.split("name: Measure in pairs and judge\n        run: |\n")[1].split("      - uses")[0]
+    )
+    tool = tmp_path / "llm-bench"
+    tool.write_text('#!/bin/sh\n[ "$1" = gate ] || exit 0\nread -r c < codes\nsed -i 1d codes\nexit "$c"\n')
+    tool.chmod(0o755)
+    (tmp_path / "codes").write_text("".join(f"{c}\n" for c in codes))
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TRACE": "t", "GITHUB_STEP_SUMMARY": "summary"}
+    done = subprocess.run(["bash", "-eo", "pipefail", "-c", recipe], cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == code
+    assert (tmp_path / "codes").read_text() == ""
 
 
 def test_the_worked_examples_use_options_that_there_are() -> None:

@@ -111,6 +111,7 @@ def test_a_figure_that_is_not_defined_is_left_out_with_its_reason(tmp_path: Path
     (got,) = told(*folders, metric="goodput")
     assert [p.value for p in got.points] == [None, None]
     shown = history.text([got])
+    assert "at rate=100/s, 2 runs" in shown and "1 run\n" in history.text(told(folders[0]))
     assert "no run has the figure" in shown and "no limits were given: --slo" in shown
     assert "0 runs have the figure, 10 are needed" in shown
 
@@ -140,6 +141,36 @@ def test_json_is_strict_and_says_where_it_changed(months: list[Path]) -> None:
     assert (change["from"], change["at"], change["p"]) == ("r08", 8, 0.0025)
     md = invoke("history", *months, "--metric", "ttft_p95", "--format", "md").output
     assert md.startswith("### ttft\\_p95 of t at rate=100/s, 16 runs\n") and "on worse" in md
+
+
+def test_several_histories_are_a_line_each_and_run_by_run_when_asked(tmp_path: Path) -> None:
+    targets = {"x": BASE[:1], "y": SLOW[:1], "z": BASE[:1]}
+    loads = [LOAD, LOAD | {"label": "c=8"}]
+    runs = [
+        write_arms(tmp_path / f"r{day}", targets, loads, anchor=[ANCHOR_NS + day * DAY_NS, START_NS])
+        for day in range(8)
+    ]
+    words = ("history", *runs, "--metric", "ttft_p95")
+    short = invoke(*words).output
+    assert len(short.splitlines()) <= 12
+    assert [line.split()[:3] for line in short.splitlines()[2:8]] == [
+        [t, at, "8"] for at in ("rate=100/s", "c=8") for t in targets
+    ]
+    assert short.count("are needed for a change point") == 1
+    assert "no verdict on 6 of 6: at most 8 runs" in short and "--details" in short
+    long = invoke(*words, "--details").output
+    assert "ttft_p95 of x at rate=100/s, 8 runs" in long and len(long.splitlines()) > 70
+    assert invoke(*words, "--format", "md").output.startswith("| target | load | runs |")
+
+
+def test_what_changed_among_several_is_said_with_its_target(months: list[Path], tmp_path: Path) -> None:
+    other = [
+        write_arms(tmp_path / f"u{day}", {"u": [100.0]}, interleaved=False, anchor=[ANCHOR_NS + day * DAY_NS, START_NS])
+        for day in range(2)
+    ]
+    shown = history.text(told(*months, *other))
+    assert "  t at rate=100/s: from r08 (2023-11-22 22:13) on worse: 117.7 to 124.8" in shown
+    assert "no verdict on 1 of 2: at most 2 runs" in shown
 
 
 def test_a_line_of_values_spans_from_the_least_to_the_largest() -> None:
