@@ -8,23 +8,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Import order of llm_bench, as DESIGN.md gives it.
-LAYERS = """errors limits printable clock exchange http1 stats steady pairs changes request ticks prefixes fields captured
-agentic formats containers trace workload doctor trace_report trace_plot fit model_file synth servegen
-goodness goodness_plot anonymise mix selection prompts bodies dialects answer null_target host calibration
-proxy prometheus server_metrics targets probe scrape plan arms shapes columns records retry connection wire
-flights driver shards cell beside measure book run windows series outcomes slo metrics decompose objectives
-identities facts client evidence diagnose same_work doubts as_tools results repeats words timeline svg
-definitions grid terminal_report markdown export parquet charts html_report report rules gate pairing
-gate_report equal_arms compare history diagnose_report accelerators kv_cache curves capacity batch_window
-capacity_ask carried knobs kv_plan capacity_plan capacity_report search search_report search_run selfcheck
-terminal options cli_run cli_trace cli_gate cli_capacity cli_diagnose cli_search cli""".split()
+LAYERS = """errors limits printable clock exchange http1 stats steady pairs changes request ticks prefixes fields
+captured agentic formats containers trace workload doctor trace_report trace_plot fit model_file synth
+servegen goodness goodness_plot anonymise mix selection prompts bodies dialects answer null_target host
+calibration proxy prometheus server_metrics targets probe scrape plan arms shapes columns records retry
+connection wire flights driver shards cell beside measure book run windows series outcomes slo metrics
+decompose objectives identities facts client evidence diagnose same_work doubts as_tools results repeats
+words timeline svg definitions grid terminal_report markdown export parquet charts html_report report
+rules gate pairing gate_report equal_arms compare history diagnose_report accelerators kv_cache curves
+capacity batch_window capacity_ask carried knobs kv_plan capacity_plan capacity_report search
+search_report search_run selfcheck terminal options cli_run cli_trace cli_gate cli_capacity cli_diagnose
+cli_search cli""".split()
 
 PURE = """printable prometheus server_metrics decompose evidence diagnose arms repeats svg definitions grid search
-capacity_ask carried knobs kv_plan http1 stats steady pairs changes request ticks prefixes fields captured
-agentic formats containers trace workload doctor trace_report fit synth servegen goodness anonymise mix
-selection prompts bodies dialects answer plan windows series slo metrics objectives doubts shapes columns
-outcomes identities facts client same_work repeats as_tools timeline svg charts rules gate compare history
-kv_cache curves capacity batch_window accelerators""".split()
+capacity_ask carried knobs kv_plan http1 stats steady pairs changes request ticks prefixes fields
+captured agentic formats containers trace workload doctor trace_report fit synth servegen goodness
+anonymise mix selection prompts bodies dialects answer plan windows series slo metrics objectives doubts
+shapes columns outcomes identities facts client same_work repeats as_tools timeline svg charts rules
+gate compare history kv_cache curves capacity batch_window accelerators""".split()
 PURE_ENGINE = "sequence admission blocks policies scheduler account".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 
