@@ -12,7 +12,7 @@ from llm_bench.objectives import Judged
 from llm_bench.printable import clean, lines
 from llm_bench.repeats import Group, groups
 from llm_bench.results import Asked, Run, Sheet, sheets
-from llm_bench.words import LIMITED, group_lines, name_of, not_the_same_work, or_default
+from llm_bench.words import LIMITED, agreements, group_lines, name_of, not_the_same_work, or_default
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
 
@@ -91,6 +91,7 @@ def document(run: Run, asked: Asked) -> dict[str, Any]:
         "run": dict(run.facts),
         "missing": [m._asdict() for m in run.missing],
         "not_the_same_work": not_the_same_work(run),
+        "agreement": agreements(run),
         "doubts": [d._asdict() for d in run.own_doubts],
         "cells": [_cell_document(sheet) for sheet in found],
         "repeats": [_group_document(group) for group in groups(found) if group.runs > 1],
@@ -153,7 +154,12 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
         "metrics": {v.name: _value_document(v) for v in sheet.values},
         "whole_run": {v.name: _value_document(v) for v in sheet.whole_run},
         "classes": {
-            name: {"outcomes": of.outcomes, "metrics": {v.name: _value_document(v) for v in of.values}}
+            name: {
+                "outcomes": of.outcomes,
+                "metrics": {v.name: _value_document(v) for v in of.values},
+                "alone": None if of.alone is None else {v.name: _value_document(v) for v in of.alone},
+                "interference": of.interference,
+            }
             for name, of in sheet.by_class.items()
         },
         "slo": [_judged_document(j) for j in sheet.judged],

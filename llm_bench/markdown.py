@@ -10,6 +10,7 @@ from llm_bench.results import Asked, Run, sheets
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
+    agreements,
     beside,
     by_target,
     group_lines,
@@ -33,6 +34,7 @@ def text(run: Run, asked: Asked) -> str:
     """A run in Markdown."""
     names = asked.names
     lines = [f"## {_md(title(run))}", ""]
+    lines += [f"{_md(line)}\n" for line in agreements(run)]
     if differs := not_the_same_work(run):
         lines += [f"**{_md(differs)}**", ""]
     units = [metrics.parse(name).unit for name in names]

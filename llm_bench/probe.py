@@ -3,8 +3,9 @@
 Probes go through httpx, straight to the target as the load does, and are read by the same dialect and answer code.
 """
 
+import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,6 +42,14 @@ MODELS_KEPT = 50  # names in a record's header
 SETTLE_S = 10.0  # for a target to let go of what we have cut
 _DEFAULT = Timeouts()
 # Two texts without a common block: the second probe must not be answered from the first one's cache.
+AGREEMENT = (
+    "Name the first four planets.",
+    "Continue: once upon a time",
+    "What is seven times eight?",
+    "Write a line of Python that adds a and b.",
+    "Translate to French: good morning.",
+)
+AGREED_TOKENS = 16  # of each: where two builds part, they mostly do so early
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
 
 
@@ -64,6 +73,7 @@ class Probe(NamedTuple):
     alone_ms: float  # from sending to the end, of the same
     alone_tokens: int
     notes: list[str]
+    agreement: Sequence[str] = ()  # hashes of its greedy answers to AGREEMENT, where targets are compared
 
     def public(self) -> dict[str, Any]:
         ask = {**self.ask._asdict(), "extra": dict(self.ask.extra)}
@@ -74,9 +84,18 @@ class Probe(NamedTuple):
         return Sizer(self.base_tokens, self.tokens_per_word)
 
 
-def probe(target: Target, say: Say, ready_s: float, *, stream: bool = True, timeouts: Timeouts = _DEFAULT) -> Probe:
+def probe(
+    target: Target,
+    say: Say,
+    ready_s: float,
+    *,
+    stream: bool = True,
+    timeouts: Timeouts = _DEFAULT,
+    compared: bool = False,
+) -> Probe:
     """Ask the target what every cell needs to know, with a few small requests and no load.
 
+    `compared`: beside other targets; then its greedy answers to a fixed set of prompts are kept, as hashes.
     `timeouts` bound each request as they do a measured one. What it answers is said without the target's secrets.
 
     Raises TargetError when it is not reachable within `ready_s`, wants another key, or answers no request at all.
@@ -92,7 +111,7 @@ def probe(target: Target, say: Say, ready_s: float, *, stream: bool = True, time
 
     try:
         first, *others = (replace(target, url=url) for url in target.urls)
-        found = _probe(first, tell, ready_s, stream, timeouts)
+        found = _probe(first, tell, ready_s, stream, timeouts, compared)
         for other in others:  # each has to be there, and to be the same
             with _client(other, timeouts) as client:
                 models, max_len = _models(client, other, ready_s, tell)
@@ -103,7 +122,7 @@ def probe(target: Target, say: Say, ready_s: float, *, stream: bool = True, time
     return found._replace(notes=[hide(note) for note in found.notes])
 
 
-def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Timeouts) -> Probe:
+def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Timeouts, compared: bool) -> Probe:
     notes: list[str] = []
     if line := targets.proxy_line(target):
         say(line)
@@ -130,6 +149,7 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         if first.tokens_out_from != "usage":
             notes.append("no usage in answers: output tokens are estimated")
         base, per_word, cached = _sizes(client, target, ask, timeouts, notes)
+        greedy = [_greedy(client, target, text, ask, timeouts) for text in AGREEMENT] if compared else []
     span_ms = (first.event_ns[-1] - first.event_ns[0]) / 1e6 if len(first.event_ns) > 1 else None
     gaps = first.tokens_out - 1 if want.choices == 1 else 0
     return Probe(
@@ -150,7 +170,15 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         alone_ms=(exchange.end_ns - exchange.sent_ns) / 1e6,
         alone_tokens=max(first.tokens_out, 1),
         notes=notes,
+        agreement=greedy if all(greedy) else (),
     )
+
+
+def _greedy(client: httpx.Client, target: Target, text: str, ask: Ask, timeouts: Timeouts) -> str:
+    """A hash of the answer at temperature 0; "" where there is none. Engines may differ in it: a figure, no check."""
+    request = Request(tokens_in=8, tokens_out=AGREED_TOKENS, prompt=text, extra={"temperature": 0})
+    got, _ = _ask(client, target, request, ask, timeouts)
+    return hashlib.blake2b(got.text.encode(), digest_size=8).hexdigest() if got.outcome == "ok" and got.text else ""
 
 
 # Gauges of requests at work, of servers that tell: vLLM and the bundled engine, llama.cpp, TGI.

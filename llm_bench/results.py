@@ -124,6 +124,13 @@ class ClassSheet(NamedTuple):
 
     values: list[Value]
     outcomes: dict[str, int]  # of those due in the window
+    alone: list[Value] | None = None  # the same figures of this class measured alone, at the same times (--alone-too)
+
+    @property
+    def interference(self) -> dict[str, float]:
+        """Metric -> what the other classes did to it: the figure in the mix over the figure alone."""
+        pairs = zip(self.values, self.alone or [], strict=False)
+        return {mixed.name: mixed.value / own.value for mixed, own in pairs if mixed.value is not None and own.value}
 
 
 class Asked(NamedTuple):
@@ -181,7 +188,7 @@ def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
         reconnected=(int((tried & (cell["reconnects"] > 0)).sum()), int(tried.sum())),
         doubts=doubts_,
         judged=objectives.judge(cell, window, asked.slo, client_limited=limited),
-        by_class=_by_class(cell, window, asked),
+        by_class=_by_class(run, m, asked),
         as_tools=as_tools.tables(cell, window, asked.tools),
     )
 
@@ -191,7 +198,8 @@ def _printable(failure: Failure) -> Failure:
     return failure._replace(kind=printable.clean(failure.kind), first_error=printable.clean(failure.first_error))
 
 
-def _by_class(cell: Cell, window: Window, asked: Asked) -> dict[str, ClassSheet]:
+def _by_class(run: Run, m: Measured, asked: Asked) -> dict[str, ClassSheet]:
+    cell, window = m.cell, m.window
     classes = sorted(set(cell["request_class"].tolist()))
     found = {}
     for name in classes if len(classes) > 1 else []:
@@ -199,8 +207,19 @@ def _by_class(cell: Cell, window: Window, asked: Asked) -> dict[str, ClassSheet]
         due = due_in(mine, window)
         counts = {o: int((due & outcome_in(mine, o)).sum()) for o in OUTCOMES}
         values = metrics.compute_all(asked.names, mine, window, asked.slo.context(name))
-        found[name] = ClassSheet(values, counts)
+        own = next((other for other in run.cells if _place_of(other) == (*_place_of(m)[:3], name)), None)
+        context = asked.slo.context(name)
+        alone = None if own is None else metrics.compute_all(asked.names, own.cell, own.window, context)
+        found[name] = ClassSheet(values, counts, alone)
     return found
+
+
+def _place_of(m: Measured) -> tuple[str, Any, Any, str]:
+    """(target, pair, load, class measured alone) of a cell: what tells a class alone from its mix is the last."""
+    load = dict(m.cell.header.get("load") or {})
+    alone = load.pop("class_alone", "") or ""
+    load.pop("label", None)
+    return m.target, m.pair, load, alone
 
 
 class Verdict(NamedTuple):

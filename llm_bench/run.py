@@ -92,7 +92,11 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             closing(Book(options.out, asked(job, options, rows, loads), private, resume=job.resume))
         )
         _stop_on_term()
-        ready = [begin(declared, options, rows, exact.get(declared.name), say, stack) for declared in job.targets]
+        several = len(job.targets) > 1
+        ready = [
+            begin(declared, options, rows, exact.get(declared.name), say, stack, compared=several)
+            for declared in job.targets
+        ]
         places = arms.schedule(len(ready), len(loads), options.rounds)
         several, interleave = options.rounds.several, options.rounds.interleave
         fastest = min((arm.found for arm in ready), key=lambda found: found.alone_ms / found.alone_tokens)
@@ -154,11 +158,20 @@ def read(job: Job, options: Options, say: Say) -> tuple[Trace, dict[str, prompts
 
 
 def begin(
-    declared: Target, options: Options, rows: Trace, exact: prompts.Exact | None, say: Say, stack: ExitStack
+    declared: Target,
+    options: Options,
+    rows: Trace,
+    exact: prompts.Exact | None,
+    say: Say,
+    stack: ExitStack,
+    *,
+    compared: bool = False,
 ) -> Arm:
     """Start a target where it is ours to start, until `stack` ends, and ask it what a measurement has to know."""
     target = stack.enter_context(targets.running(declared, say, options.out / f"{declared.name}.log"))
-    found = probe.probe(target, say, options.ready_s, stream=options.stream, timeouts=options.timeouts)
+    found = probe.probe(
+        target, say, options.ready_s, stream=options.stream, timeouts=options.timeouts, compared=compared
+    )
     for note in found.notes:
         say(f"{target.name}: {note}")
     requests, effect = selection.fit_context(rows.requests, found.max_model_len, options.too_long)

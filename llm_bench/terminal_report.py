@@ -15,6 +15,7 @@ from llm_bench.results import Asked, Run, sheets
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
+    agreements,
     at_every_load,
     by_target,
     group_lines,
@@ -52,6 +53,8 @@ def text(run: Run, asked: Asked) -> str:
     console.print(Text(title(run), "bold"))
     if line := not_the_same_work(run):
         console.print(Text(line, "bold yellow"))
+    for line in agreements(run):
+        console.print(Text(line))
     for target, mine in by_target(sheets(run, asked)).items():
         together = groups(mine, apart=asked.runs)
         console.print(Text(target, "bold"))

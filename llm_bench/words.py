@@ -1,6 +1,7 @@
 """What every format of a report says: the figures by default, a window's edges, remarks, numbers in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from llm_bench import as_tools, outcomes, stats, windows
@@ -10,8 +11,8 @@ from llm_bench.objectives import Judged
 from llm_bench.printable import clean
 from llm_bench.records import OUTCOMES
 from llm_bench.repeats import Group
-from llm_bench.results import Asked, Measured, Run, Sheet
-from llm_bench.same_work import Side, first_line, same_work
+from llm_bench.results import Asked, ClassSheet, Measured, Run, Sheet
+from llm_bench.same_work import Side, agreement, first_line, same_work
 
 _OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
 DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
@@ -85,6 +86,7 @@ def remarks(sheet: Sheet) -> list[str]:
     steady = [f"{w.state}: {w.evidence}"] if w.state == windows.STATIONARY else []  # the other states have a doubt
     lines = [edges(sheet.measured), *steady, *([sheet.little.text] if sheet.little.rate else [])]
     lines += _of_figures(sheet.values)
+    lines += [line for name, of in sheet.by_class.items() if (line := _interference(name, of))]
     whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]
     if whole:
         wave = sheet.measured.window.first_wave
@@ -97,6 +99,18 @@ def remarks(sheet: Sheet) -> list[str]:
         lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew{alike}")
     lines += [f"failed: {failure.text}, first: {failure.first_error}" for failure in sheet.failures]
     return lines
+
+
+def _interference(name: str, of: ClassSheet) -> str:
+    """What the other classes of a mix did to one, where it was measured alone too."""
+    own = {v.name: v for v in of.alone or []}
+    said = [
+        f"{v.name} {number(v.value, v.unit)} against {number(own[v.name].value, v.unit)} {v.unit} alone"
+        f" ({of.interference[v.name]:.2f} times)"
+        for v in of.values
+        if v.name in of.interference
+    ]
+    return f"{name or 'no class'} in the mix: {', '.join(said)}" if said else ""
 
 
 def _of_figures(values: Sequence[Value]) -> list[str]:
@@ -226,6 +240,13 @@ def _counted(reasons: Mapping[str, int]) -> str:
 def not_the_same_work(run: Run) -> str:
     """What stands above everything where the targets of a run did not do the same work; "" where they did."""
     return first_line(same_work([Side(m.target, m.cell) for m in run.cells]))
+
+
+def agreements(run: Run) -> list[str]:
+    """How far the targets of a run gave the same greedy answers: a figure, since engines round differently."""
+    firsts = {m.target: m.cell for m in reversed(run.cells)}
+    pairs = ((a, b, agreement(Side(a, firsts[a]), Side(b, firsts[b]))) for a, b in combinations(sorted(firsts), 2))
+    return [f"{a} and {b} gave the same greedy answer to {n[0]} of {n[1]} fixed prompts" for a, b, n in pairs if n]
 
 
 def title(run: Run) -> str:

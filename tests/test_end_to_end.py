@@ -506,3 +506,17 @@ def test_same_salt_on_one_server_is_refused_in_a_sentence(tmp_path):
     assert ran.returncode == 2
     assert "the second would meet the first one's cache" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_targets_that_are_compared_are_asked_the_same_greedy_questions(tmp_path):
+    with (
+        Scripted(llm_server(lambda n, seen: good(seen))) as one,
+        Scripted(llm_server(lambda n, seen: good(seen))) as two,
+    ):
+        both = f"a={one.url},b={two.url}"
+        ran = bench(one.url, tmp_path, trace_file(tmp_path, rows(4)), "--concurrency", "1", "--targets", both)
+    assert ran.rc == 0, ran.err
+    (run,) = json.loads(ran.out.splitlines()[-1])["runs"]
+    assert run["agreement"] == ["a and b gave the same greedy answer to 5 of 5 fixed prompts"]
+    asked = [json.loads(seen.body) for seen in one.requests if b"planets" in (seen.body or b"")]
+    assert [body["temperature"] for body in asked] == [0]

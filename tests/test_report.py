@@ -136,6 +136,23 @@ def test_a_report_says_what_stood_between_the_client_and_its_target(tmp_path: Pa
     assert "its https certificate was not checked (--insecure)" in text
 
 
+def test_a_class_that_was_measured_alone_too_shows_what_the_others_did_to_it(tmp_path: Path) -> None:
+    load = {"kind": "open", "rate": 5.0, "warmup": 0.0, "label": "rate=5/s", "class_alone": ""}
+    rows = [record(i, 100 * i, events=[100 * i + 60.0 + 30 * (i % 2)], request_class="ab"[i % 2]) for i in range(60)]
+    write_cell(tmp_path / "run", "000-a", rows, load=load)
+    own = [record(r.index, 100 * r.index, events=[100 * r.index + 30.0], request_class="b") for r in rows[1::2]]
+    write_cell(tmp_path / "run", "001-a", own, load=load | {"label": "rate=5/s [b alone]", "class_alone": "b"})
+    write_cell(tmp_path / "run", "002-a", own, load=load | {"rate": 9.0, "class_alone": "b", "label": "other"})
+    run = results.load_run(tmp_path / "run")
+    mix = json.loads(report.render([run], Asked(["ttft_p50", "error_rate"]), "json"))["runs"][0]["cells"][0]
+    assert mix["classes"]["a"]["alone"] is None
+    assert mix["classes"]["b"]["alone"]["ttft_p50"]["value"] == 30
+    assert mix["classes"]["b"]["interference"] == {"ttft_p50": 3.0}
+    for format_ in ("terminal", "md", "html"):
+        text = " ".join(report.render([run], Asked(["ttft_p50", "error_rate"]), format_).split())
+        assert "b in the mix: ttft_p50 90 against 30 ms alone (3.00 times)" in text
+
+
 def test_by_default_what_the_slo_limits_is_shown_too(tmp_path: Path) -> None:
     run = classed(tmp_path / "run")
     slo = objectives.parse("ttft_p99<=200ms,itl_p99<1s")
