@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from llm_bench import metrics, pairs
-from llm_bench.client import BUSY, LATE, LIMITED, STALLED
+from llm_bench.client import BUSY, CLIENT_LIMITED, LATE, LIMITED, STALLED
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
 from llm_bench.facts import EITHER_WAY, TOO_HIGH, TOO_LOW, Effect
@@ -24,6 +24,7 @@ from llm_bench.windows import Window
 # Kinds that come and go from cell to cell. As often in either arm, they are the noise that a test over pairs carries.
 OF_CELLS = (LATE, STALLED, BUSY, LIMITED, IDLE, BURST, DRIFT, WARMING)
 UNEQUAL = 0.1  # one-sided, exact: one arm has a kind in more of its cells than the other
+CLIENT_CELLS = 0.5  # of both arms: where this client was the limit in more of them, nothing of the targets is judged
 MOST_CELLS = 0.25  # of both arms; in more of them a PASS would be one of a measurement that was seldom sound
 WARMING_RATE, WARMING_ALPHA = 0.1, 0.01  # steady cells that look like warming, and when an arm has too many of them
 
@@ -161,11 +162,19 @@ def judge(
     tests = []
     for load, mine in loads.items():
         sides = [[_values(side, rules, context) for side in (p.baseline, p.candidate)] for p in mine]
+        blind = _client_limited([o for o in objections if o.load in ("", load)], len(mine))
         for i, rule in enumerate(rules):
             values = [(base[i], cand[i]) for base, cand in sides]
             doubts = [o for o in objections if o.load in ("", load) and counts(o.kind, rule.metric, accepted)]
+            doubts += [o for o in blind if o not in doubts]
             tests.append(_test(rule, load, [p.number for p in mine], values, doubts, names))
     return Gate(*names, _verdicts(tests), list(objections), tuple(accepted))
+
+
+def _client_limited(found: Sequence[Objection], n: int) -> list[Objection]:
+    """What says that this client was the limit, where it was in over CLIENT_CELLS of the 2n cells; else nothing."""
+    mine = [o for o in found if o.kind in CLIENT_LIMITED]
+    return mine if len({(o.arm, o.pair) for o in mine}) > CLIENT_CELLS * 2 * n else []
 
 
 def check_enough(counted: Mapping[str, int], rules: int) -> None:
@@ -254,6 +263,8 @@ def settle(tests: Sequence[Test], found: Sequence[tuple[str, float] | None]) -> 
 
 def weigh(verdict: str, test: Test, tests: int) -> Weighed:
     """Which doubts forbid a PASS or a FAIL of one of `tests`: those whose likely effect could have produced it."""
+    if blind := _client_limited(test.doubts, len(test.numbers)):
+        return Weighed(blind, {})  # what was measured is this client, whatever the verdict and the metric
     against: list[Objection] = []
     spared: dict[str, str] = {}
     for kind in dict.fromkeys(o.kind for o in test.doubts):

@@ -130,7 +130,12 @@ class ClassSheet(NamedTuple):
     def interference(self) -> dict[str, float]:
         """Metric -> what the other classes did to it: the figure in the mix over the figure alone."""
         pairs = zip(self.values, self.alone or [], strict=False)
-        return {mixed.name: mixed.value / own.value for mixed, own in pairs if mixed.value is not None and own.value}
+        # Of series alone: rates of the two are of windows that need not be as long.
+        return {
+            mixed.name: mixed.value / own.value
+            for mixed, own in pairs
+            if mixed.value is not None and own.value and metrics.parse(mixed.name).reducer
+        }
 
 
 class Asked(NamedTuple):

@@ -249,6 +249,7 @@ def _rows(job: Job, options: Options) -> Trace:
     if replay:  # no other load uses times
         requests, note = ticks.dejitter(requests, job.dejitter, options.seed)
         notes += [note] if note else []
+    notes += _speeds(job, requests)
     doubts = doctor.warnings(rows._replace(requests=requests), timed=replay)
     notes += [f"doubt: {text}" for text in doubts]
     if chosen:
@@ -270,6 +271,13 @@ def _rows(job: Job, options: Options) -> Trace:
     if not requests:
         raise BenchError(f"{job.trace}: no request is left to send")
     return rows._replace(requests=requests, notes=notes)
+
+
+def _speeds(job: Job, requests: Sequence[Request]) -> list[str]:
+    """What each speed makes of the trace's length, so that nobody takes twice as fast for twice as long."""
+    span_s = max((r.at_s or 0.0 for r in requests), default=0.0)
+    speeds = dict.fromkeys(load.speed for load in job.loads if load.speed not in (None, 1.0))
+    return [f"its {span_s:g} s take {span_s / speed:g} s at --speed {speed:g}" for speed in speeds if speed]
 
 
 def _check_sayable(job: Job, options: Options, rows: Trace) -> None:

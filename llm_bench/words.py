@@ -110,6 +110,11 @@ def _interference(name: str, of: ClassSheet) -> str:
         for v in of.values
         if v.name in of.interference
     ]
+    said += [
+        f"{v.name} {number(v.value, v.unit)} against {number(own[v.name].value, v.unit)} alone"
+        for v in of.values
+        if v.unit == "share" and v.name in own and v.value != own[v.name].value
+    ]
     return f"{name or 'no class'} in the mix: {', '.join(said)}" if said else ""
 
 

@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace as changed
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from llm_bench.captured import CAPTURED
 from llm_bench.fields import UNITS, Reading, Row, date_time
 from llm_bench.formats import FORMATS
 from llm_bench.request import Request
-from llm_bench.trace import read
+from llm_bench.trace import read, write
 
 SHARED = Path(__file__).parents[2] / "shared" / "traces"
 RECORDED = CAPTURED | AGENTIC
@@ -643,3 +644,13 @@ def test_files_of_a_format_are_found_and_read(name: str, indent: int | None, tmp
     assert len(trace.requests) == len(requests(name, SAMPLES[name]))
     for request in trace.requests:
         orjson.dumps([request.body and dict(request.body), request.messages, dict(request.extra)])
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_converted_is_read_as_the_same_requests(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(SAMPLES[name]) + "\n")
+    first = read(tmp_path / "a.json")
+    assert first.format == name
+    write(tmp_path / "b.jsonl", first)
+    again = read(tmp_path / "b.jsonl")
+    assert [changed(r, line=0) for r in again.requests] == [changed(r, line=0) for r in first.requests]

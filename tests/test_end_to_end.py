@@ -520,3 +520,14 @@ def test_targets_that_are_compared_are_asked_the_same_greedy_questions(tmp_path)
     assert run["agreement"] == ["a and b gave the same greedy answer to 5 of 5 fixed prompts"]
     asked = [json.loads(seen.body) for seen in one.requests if b"planets" in (seen.body or b"")]
     assert [body["temperature"] for body in asked] == [0]
+
+
+def test_a_connection_for_each_request_where_that_is_asked_for(tmp_path):
+    for flags, connections in (([], 1), (["--connect-per-request"], 12)):
+        with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+            folder = tmp_path / str(len(flags))
+            folder.mkdir()
+            ran = bench(server.url, folder, trace_file(folder, rows(12)), "--concurrency", "1", *flags)
+        assert ran.rc == 0, ran.err
+        load = [seen.connection for seen in server.requests if "x-request-id" in seen.headers]
+        assert (len(load), len(set(load))) == (12, connections)

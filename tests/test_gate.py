@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from llm_bench import equal_arms, gate, gate_report, metrics, objectives, pairing, pairs, results, rules
+from llm_bench.client import CLIENT_LIMITED
 from llm_bench.doubts import CHECKS
 from llm_bench.errors import BenchError
 from llm_bench.facts import EITHER_WAY, TOO_HIGH, TOO_LOW, Effect
@@ -288,7 +289,8 @@ def test_a_candidate_that_cannot_carry_the_load_fails(tmp_path: Path) -> None:
     [
         ([0, 3], [1], FAIL),
         ([], [1, 5], FAIL),  # a FAIL takes nearly every pair
-        ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], FAIL),  # the same noise in both
+        ([0, 1, 2, 3], [0, 1, 2, 3], FAIL),  # the same noise in both
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], INCONCLUSIVE),  # in over half of all cells: it is this client that is seen
         ([], [0, 1, 2], INCONCLUSIVE),  # Fisher, one-sided: 56 / 560
         ([], [*range(8)], INCONCLUSIVE),
         ([*range(8)], [], FAIL),
@@ -301,6 +303,17 @@ def test_stalls_of_the_client_forbid_a_fail_where_the_candidate_has_more_of_them
     assert got.verdict == verdict
     if base and cand and verdict == FAIL:
         assert f"{len(base)} of 8 cells of the baseline and {len(cand)} of the candidate" in gate_report.text(got)
+
+
+@pytest.mark.parametrize("kind", CLIENT_LIMITED)
+@pytest.mark.parametrize("rule", ["ttft_p95<=+3%", "tokens_per_second>=-3%", "error_rate<=+1pp"])
+def test_where_this_client_was_the_limit_in_most_cells_no_rule_is_judged(
+    slow: Path, same: Path, kind: str, rule: str
+) -> None:
+    for folder in (slow, same):
+        got = doubted(folder, doubt(kind, TOO_HIGH, [*range(8)], [*range(8)]), rule)
+        assert (got.verdict, gate.EXIT_CODES[got.verdict]) == (INCONCLUSIVE, 3)
+        assert f"doubt: {kind}" in got.tests[0].why
 
 
 @pytest.mark.parametrize(

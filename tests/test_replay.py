@@ -454,3 +454,14 @@ def test_token_ids_are_refused_where_they_cannot_be_right(
     target = {"tokenizer": str(letters(tmp_path))} if tokenizer else {}
     with pytest.raises(BenchError, match=said):
         replay(tmp_path, CUMULATIVE, api=api, target=target, token_ids=True, history=history)
+
+
+def test_a_speed_says_what_it_makes_of_the_traces_length(tmp_path: Path) -> None:
+    path, said = (
+        trace_file(tmp_path, [{"timestamp": i / 10, "input_length": 9, "output_length": 1} for i in range(5)]),
+        [],
+    )
+    with Scripted(llm_server(lambda n, seen: speak(seen))) as server:
+        job = Job([Target("t", server.url)], [Load(speed=2.0)], path)
+        run(job, Options(tmp_path / "run", warmup=0), said.append, lambda text: None)
+    assert "trace: its 0.4 s take 0.2 s at --speed 2" in said
