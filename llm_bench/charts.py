@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from llm_bench.metrics import Value
 from llm_bench.objectives import Slo
 from llm_bench.results import Measured, Sheet
 from llm_bench.series import NOTHING, SERIES, due_in, elapsed_ms, event, outcome_in, stamp
+from llm_bench.server_metrics import Point, figures
 from llm_bench.timeline import Timeline
 from llm_bench.words import number
 
@@ -222,12 +224,51 @@ def over_time(m: Measured, line: Timeline) -> list[Figure]:
     ]
     if line.tokens is not None:
         found.append(_over_time(m, at_s, line.tokens, "Output tokens", "tokens/s", f"Of ok and cut requests. {each}"))
+    found += _of_server(m)
     if line.failed.any():
         total = f"{int(line.failed.sum()):,} failed in all, each where it ended. {each}"
         found.append(
             _over_time(m, at_s, line.failed.astype(float), "Failed requests", "requests a bin", total, css="bad")
         )
     return found
+
+
+SERVER_SHOWN = {"running": "Running at the server", "waiting": "Waiting at the server", "kv_usage": "KV memory in use"}
+MOST_SCRAPES = 300  # of a cell that are drawn: a picture is no wider
+
+
+def _of_server(m: Measured) -> list[Figure]:
+    """Gauges that the server exported: means between scrapes, summed over replicas (KV memory: their mean)."""
+    if m.scraped is None or not m.scraped.replicas:
+        return []
+    found = []
+    for metric, title in SERVER_SHOWN.items():
+        steps = [_steps(source.points, metric) for source in m.scraped.replicas]
+        if not all(len(at_ns) > 1 for at_ns, _ in steps):
+            continue
+        edges_ns = steps[0][0]
+        levels = [
+            values[np.searchsorted(at_ns, edges_ns[:-1], "right").clip(1, len(values)) - 1] for at_ns, values in steps
+        ]
+        values = np.mean(levels, axis=0) if metric == "kv_usage" else np.sum(levels, axis=0)
+        at_s = (edges_ns - int(m.cell["due_ns"][0])) / 1e9
+        servers = f"{len(steps)} server{'s' * (len(steps) > 1)}"
+        note = f"As scraped every {m.scraped.every_s:g} s, {servers}; shaded: the window."
+        found.append(_over_time(m, at_s, values, title, "share" if metric == "kv_usage" else "requests", note))
+    return found
+
+
+def _steps(points: Sequence[Point], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """(edges in ns (k + 1,), level between them (k,)) of a gauge; empty where some scrape lacks it."""
+    kept = list(points[:: -(-len(points) // MOST_SCRAPES)]) if points else []
+    values = []
+    for before, after in pairwise(kept):
+        between = figures([before, after], before.at_ns, after.at_ns + 1)
+        value = between.value(metric) if between else None
+        if value is None:
+            return np.zeros(0, np.int64), np.zeros(0)
+        values.append(value)
+    return np.array([p.at_ns for p in kept], np.int64), np.array(values)
 
 
 def _over_time(

@@ -1,6 +1,6 @@
 """Identities that every cell is checked against: its records and what the plan, the driver and its gauge counted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ from llm_bench import windows
 from llm_bench.columns import Cell
 from llm_bench.records import OUTCOMES
 from llm_bench.series import due_in, outcome_in
+from llm_bench.server_metrics import Point, figures
 from llm_bench.windows import Window
 
 LITTLE_TOLERANCE = 0.001
@@ -117,3 +118,30 @@ def little(cell: Cell, window: Window) -> Little:
     agrees = low * (1 - LITTLE_TOLERANCE) <= gauge <= high * (1 + LITTLE_TOLERANCE)
     mismatch = (gauge - low) / max(gauge, low) if max(gauge, low) else 0.0
     return Little(rate, stay_s, records, gauge / window.seconds, mismatch, agrees)
+
+
+COUNTER_TOLERANCE = 0.02  # as usage against a tokenizer
+
+
+def counter_mismatch(cell: Cell, replicas: Sequence[Sequence[Point]]) -> str:
+    """Tokens of the records against what the server's counters rose by, in words; "" where they agree or none tell.
+
+    Only where scrapes stand before the first request and after the last one's end, at every replica, no counter fell,
+    and every request was answered whole: of one that was cut the server may have made more than came.
+    """
+    if not cell.n or not all(replicas) or not replicas or not cell.among("outcome", "ok").all():
+        return ""
+    first, last = int(windows.left_ns(cell).min()), int(cell["end_ns"].max())
+    made = 0.0
+    for points in replicas:
+        found = figures(points, points[0].at_ns, points[-1].at_ns + 1)
+        figure = found.of.get("generated_tokens") if found else None
+        if figure is None or figure.value is None or figure.resets:
+            return ""
+        if points[0].at_ns > first or points[-1].at_ns < last:
+            return ""
+        made += figure.value
+    got = int(cell["tokens_out"].sum()) if (cell["tokens_out"] >= 0).all() else 0
+    if not got or abs(made - got) <= COUNTER_TOLERANCE * got:
+        return ""
+    return f"the server counted {made:,.0f} tokens made meanwhile, the records hold {got:,} ({made / got - 1:+.1%})"

@@ -2,23 +2,25 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import as_tools, metrics, objectives, outcomes, printable, records, shapes, windows
+from llm_bench import as_tools, metrics, objectives, outcomes, printable, records, scrape, shapes, windows
 from llm_bench.as_tools import Table
 from llm_bench.client import CLIENT_LIMITED
 from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt, doubts
 from llm_bench.errors import BenchError
 from llm_bench.facts import EITHER_WAY, NO_END, stopped
-from llm_bench.identities import Little, little
+from llm_bench.identities import Little, counter_mismatch, little
 from llm_bench.metrics import Value
 from llm_bench.objectives import NO_SLO, Judged, Slo
 from llm_bench.outcomes import Attempts, Failure
 from llm_bench.records import OUTCOMES
+from llm_bench.scrape import Scrape
 from llm_bench.series import due_in, outcome_in
 from llm_bench.windows import Window
 
@@ -35,6 +37,7 @@ class Measured:
     end: Mapping[str, Any]
     stored: Sequence[Doubt]  # what the run itself wrote down
     listed: bool = True  # False: run.json, which is there, does not know it
+    scraped: Scrape | None = None  # what its server exported meanwhile
 
     @property
     def pair(self) -> int | None:
@@ -104,7 +107,7 @@ class Run:
 
     def doubts_of(self, m: Measured, values: Sequence[Value]) -> list[Doubt]:
         siblings = [other.cell for other in self.cells if other is not m]
-        fresh = self._foreign(m) + doubts(m.cell, m.window, siblings, values, m.end)
+        fresh = self._foreign(m) + _counted(m) + doubts(m.cell, m.window, siblings, values, m.end)
         found = fresh + [d for d in m.stored if d.kind not in {f.kind for f in fresh}]
         clean = printable.clean
         return [d._replace(kind=clean(d.kind), text=clean(d.text), advice=clean(d.advice)) for d in found]
@@ -335,7 +338,22 @@ def _measured(folder: Path, name: str, entry: Mapping[str, Any] | None, listed: 
     load = cell.header["load"]
     stored = [Doubt(d["kind"], d["text"]) for d in entry.get("doubts") or []]
     label, target = str(load.get("label") or _load_label(load)), cell.header.get("target") or {}
-    return Measured(name, str(target.get("name") or "?"), label, cell, window, end, stored, listed)
+    scraped = _scraped(scrape.path_of(folder, name))
+    return Measured(name, str(target.get("name") or "?"), label, cell, window, end, stored, listed, scraped)
+
+
+def _scraped(path: Path) -> Scrape | None:
+    """None where nothing was scraped, or what was cannot be read: `diagnose` says why."""
+    with suppress(BenchError):
+        return scrape.read(path) if path.is_file() else None
+    return None
+
+
+def _counted(m: Measured) -> list[Doubt]:
+    """The records' tokens against the server's own counter."""
+    text = counter_mismatch(m.cell, [s.points for s in m.scraped.replicas]) if m.scraped else ""
+    advice = "See who else asked this server, and whether its usage counts what it makes"
+    return [Doubt("server counters", text, EITHER_WAY, advice)] if text else []
 
 
 def _load_label(load: Mapping[str, Any]) -> str:

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_bench import charts, objectives, results, svg
+from llm_bench import charts, objectives, results, scrape, svg
 from llm_bench.charts import Figure
 from llm_bench.objectives import NO_SLO
 from llm_bench.records import Record
 from llm_bench.results import Asked, Measured, Sheet
+from llm_bench.server_metrics import Point
 from llm_bench.timeline import timeline
 from llm_bench.windows import Window
 from tests.sample import cell, ns, record
@@ -172,3 +173,17 @@ def test_time_series_shade_the_window_and_show_failures_only_where_there_are_som
         figures = charts.over_time(m, timeline(m.cell, m.window))
         assert [f.title for f in figures] == titles
         assert all(f.svg.count('class="window"') == 1 for f in figures)
+
+
+def test_what_the_server_exported_is_drawn_on_the_same_time(tmp_path: Path) -> None:
+    m = measured(steady(50), 1.0)
+    assert len(charts.over_time(m, timeline(m.cell, m.window))) == 3
+    pages = [{"vllm:num_requests_running": float(n), "vllm:num_requests_waiting": 2.0 * n} for n in (0, 4, 6, 0)]
+    scraped = [Point(ns(250 * i), page) for i, page in enumerate(pages)]
+    sources = [scrape.Source(f"http://{name}/metrics", scraped, [], 0) for name in "ab"]
+    m = replace(m, scraped=scrape.Scrape(0.25, sources, 0.0, 0, 1))
+    shown = {f.title: f for f in charts.over_time(m, timeline(m.cell, m.window))}
+    assert "KV memory in use" not in shown  # it was not exported
+    running, waiting = shown["Running at the server"], shown["Waiting at the server"]
+    assert "As scraped every 0.25 s, 2 servers" in running.note
+    assert "most 10" in running.svg and "most 20" in waiting.svg  # of two: (4 + 6) / 2 each

@@ -1,5 +1,6 @@
 """Every definition of METRICS.md, worked by hand on a few records."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -15,6 +16,7 @@ from llm_bench.errors import BenchError
 from llm_bench.metrics import compute
 from llm_bench.records import Cell, Record
 from llm_bench.series import SERIES, Bound, Context, events_in
+from llm_bench.server_metrics import Point
 from llm_bench.slo import attainment
 from llm_bench.windows import Window
 from tests.sample import cell, closed_loop, gauge_of, ns, record
@@ -538,3 +540,22 @@ def test_a_large_piece_is_worked_through_in_parts(monkeypatch: pytest.MonkeyPatc
     assert max(len(piece.ns) for piece in parts.pieces()) <= 5
     assert metrics.compute_all(names, parts, w) == whole
     np.testing.assert_array_equal(parts.event_ns, cell(rows).event_ns)
+
+
+def counted(*tokens: float, at: Sequence[float] = (-100, 5000, 50_000)) -> list[Point]:
+    return [Point(ns(t), {"vllm:generation_tokens_total": n}) for t, n in zip(at, tokens, strict=True)]
+
+
+def test_tokens_of_the_records_are_held_against_the_servers_counter() -> None:
+    c = cell([record(i, 100 * i, events=[100 * i + 10.0, 100 * i + 20]) for i in range(50)])  # 100 tokens
+    check = identities.counter_mismatch
+    assert check(c, []) == check(c, [[]]) == check(c, [counted(7, 50, 107)]) == check(c, [counted(0, 50, 102)]) == ""
+    assert check(c, [counted(0, 50, 103)]) == (
+        "the server counted 103 tokens made meanwhile, the records hold 100 (+3.0%)"
+    )
+    assert "(-50.0%)" in check(c, [counted(0, 20, 50)])
+    assert check(c, [counted(0, 20, 50), counted(0, 30, 50)]) == ""  # two servers of one target
+    assert check(c, [counted(0, 20, 50, at=(50, 60, 50_000))]) == ""  # its first scrape came too late to tell
+    assert check(c, [counted(90, 20, 50)]) == ""  # it was started anew
+    cut = cell([record(0, 0, events=[10.0], outcome="cut_at_end", end=20.0)])
+    assert check(cut, [counted(0, 20, 50)]) == ""

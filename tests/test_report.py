@@ -767,3 +767,15 @@ def test_null_says_the_same_as_nothing(five: Path, book: dict[str, Any]) -> None
     (five / "run.json").write_text(json.dumps(book))
     for format_ in report.FORMATS:
         assert report.render([results.load_run(five)], Asked(["ttft_p50"]), format_)
+
+
+def test_a_run_of_an_earlier_version_is_recomputed_from_its_records() -> None:
+    """What its own report said of it, by the code of that day, on a column fewer."""
+    folder = Path(__file__).parent / "fixtures" / "run-before-tokens-counted"
+    names = ["ttft_p50", "ttft_p95", "e2e_mean", "tokens_per_second", "requests_per_second", "error_rate"]
+    run = results.load_run(folder)
+    (cell,) = json.loads(report.render([run], Asked([*names, "slo_attainment"], SLO), "json"))["runs"][0]["cells"]
+    told = [0.363763, 0.5971724999999998, 0.3847199130434782, 147454.52722834155, 4783.43318230163, 0.0]
+    assert [cell["metrics"][name]["value"] for name in names] == pytest.approx(told)
+    assert cell["metrics"]["slo_attainment"]["value"] == 1.0  # a metric that it could not have had
+    assert run.cells[0].cell["tokens_counted"].tolist() == [-1] * 30
