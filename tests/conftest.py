@@ -1,0 +1,9 @@
+"""Properties: the same examples each time, so that a change fails by what it changed; `make fuzz` searches for new ones."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("search", max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
