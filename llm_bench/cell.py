@@ -276,7 +276,8 @@ class Cell:
         got = self._read(request, exchange)
         record.sent_ns, record.connect_ns = exchange.sent_ns, exchange.connect_ns
         record.first_byte_ns, record.end_ns = exchange.first_byte_ns, exchange.end_ns
-        record.bytes_in, record.reconnects = exchange.bytes_in, exchange.reconnects
+        record.bytes_in, record.bytes_out = exchange.bytes_in, exchange.bytes_out
+        record.reconnects, record.url_index = exchange.reconnects, exchange.url_index
         record.attempts, record.retry_wait_ns = tried.attempts, tried.retry_wait_ns
         if exchange is first:
             record.first_attempt = got.error_kind or got.outcome

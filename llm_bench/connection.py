@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
         # Stamped before the call: the server may have read it all, and begun, before the call returns.
         self.begun_ns = now_ns()
         self.transport.write(message)
+        exchange.bytes_out += len(message)
         self._written = not self.transport.get_write_buffer_size()
         if self._written and not exchange.sent_ns:
             exchange.sent_ns = self.begun_ns

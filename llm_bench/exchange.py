@@ -47,6 +47,8 @@ class Exchange:
     read_ns: "array[int]" = field(default_factory=lambda: array("q"))
     pieces: list[bytes] = field(default_factory=list)
     bytes_in: int = 0  # all bytes received, heads and framing included
+    bytes_out: int = 0  # handed to the socket, over all sendings of this attempt
+    url_index: int = 0  # of the target's URLs, the one it went to
     ended: str = ""  # one of the constants above
     error: str = ""  # text of a failure: never empty when `ended` is a failure; else why no retry was made
     reconnects: int = 0  # kept-alive connections found closed before the server had read the request

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llm_bench import charts, metrics
 from llm_bench.as_tools import Table as Printed
 from llm_bench.charts import Figure
+from llm_bench.columns import Cell
 from llm_bench.definitions import Definition, definitions
 from llm_bench.metrics import Value
 from llm_bench.outcomes import Failure
@@ -21,6 +22,7 @@ from llm_bench.repeats import Group, groups
 from llm_bench.results import Asked, Measured, Run, Sheet, sheets
 from llm_bench.series import outcome_in
 from llm_bench.timeline import Slices, slices, timeline
+from llm_bench.windows import Window
 from llm_bench.words import (
     SHORT,
     TOOL_HEADS,
@@ -334,7 +336,7 @@ def _errors(mine: Sequence[Sheet]) -> Table | None:
 
 def _traffic(mine: Sequence[Sheet]) -> Table:
     heads = [("target and load", ""), ("bytes received", ""), ("received", "Mbit/s"), ("payload", "Mbit/s")]
-    heads += [("payload share", ""), ("bytes sent", "")]
+    heads += [("payload share", ""), ("bytes sent", ""), ("sent", "Mbit/s")]
     rows = []
     for s in mine:
         cell, window = s.measured.cell, s.measured.window
@@ -343,12 +345,22 @@ def _traffic(mine: Sequence[Sheet]) -> Table:
         ended = (cell["end_ns"] >= window.start_ns) & (cell["end_ns"] < window.end_ns) & outcome_in(cell, "ok")
         mbit = float(cell["bytes_in"][ended].sum()) * 8e-6 / window.seconds
         rows.append([_head(s.measured), _count(received), Td(number(mbit, "Mbit/s"), mbit), _figure(payload)])
-        rows[-1] += [_figure(share), Td(NOT_RECORDED)]
+        rows[-1] += [_figure(share), *_sent(cell, window)]
     notes = [
         "Bytes received are those of the whole cell, heads and framing included; rates and shares are of ok requests "
-        "that ended in the window. Payload is the text of tokens. Bytes sent are in no record."
+        "that ended in the window. Payload is the text of tokens. Bytes sent are heads and bodies, the last attempt's; "
+        "their rate is of all that were sent in the window."
     ]
     return Table("Bytes on the wire", heads, rows, notes)
+
+
+def _sent(cell: Cell, window: Window) -> list[Td]:
+    sent, known = cell["bytes_out"], cell["bytes_out"] >= 0
+    if not known.any():
+        return [Td(NOT_RECORDED), Td(NOT_RECORDED)]  # a run of an earlier version
+    within = known & (cell["sent_ns"] >= window.start_ns) & (cell["sent_ns"] < window.end_ns)
+    mbit = float(sent[within].sum()) * 8e-6 / window.seconds
+    return [_count(int(sent[known].sum())), Td(number(mbit, "Mbit/s"), mbit)]
 
 
 def _slices(sheet: Sheet, parts: Slices) -> Table:

@@ -20,7 +20,7 @@ from llm_bench import calibration, clock, driver, limits, records, retry, scrape
 from llm_bench.beside import TICK_S, Clerk, Say, Ticker, longest, progress
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
-from llm_bench.exchange import CONNECT_ERROR
+from llm_bench.exchange import CONNECT_ERROR, Exchange
 from llm_bench.flights import Flight, Gauge
 from llm_bench.host import cores
 from llm_bench.plan import Plan
@@ -226,8 +226,15 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
         for url in cell.target.urls
     ]
     first = part.worker % len(lines)  # else all workers would ask the same one at the same time
-    turn = itertools.cycle(lines[first:] + lines[:first])
-    send = retry.retrying(lambda *shot: next(turn).send(*shot), options.retries, options.timeouts.total_s)
+    turn = itertools.cycle([*enumerate(lines)][first:] + [*enumerate(lines)][:first])
+
+    async def to_next(payload: bytes, cancel_after_s: float | None) -> Exchange:
+        place, line = next(turn)
+        exchange = await line.send(payload, cancel_after_s)
+        exchange.url_index = place
+        return exchange
+
+    send = retry.retrying(to_next, options.retries, options.timeouts.total_s)
     gauge = Gauge()
     start_ns = await board.wait_for_start(part.worker, stop) if board is not None else clock.now_ns()
     ticker = Ticker(cell, gauge, writer, part, live)

@@ -64,10 +64,12 @@ class Record:
     tokens_counted: int = -1  # of the same text by the target's tokenizer, of the first answers of a cell
     text_bytes: int = 0
     bytes_in: int = 0
+    bytes_out: int = -1  # of the last attempt: head and body, as handed to the socket
     comments: int = 0  # SSE comment lines: liveness, no tokens
     # circumstances
     reconnects: int = 0
     attempts: int = 0
+    url_index: int = -1  # which of the target's URLs had the last attempt
     first_attempt: str = ""  # ok, or the error kind; where there were more attempts, the status or end of the first
     retry_wait_ns: int = 0  # waited between attempts, Retry-After included
     priority: int = 0

@@ -123,7 +123,12 @@ class Wire:
                     return exchange
                 # Once more on a new one. Sent is when it was first sent, so that no latency is too short.
                 sent_ns = exchange.sent_ns or connection.begun_ns
-                exchange = Exchange(sent_ns, reconnects=exchange.reconnects + 1, connect_ns=exchange.connect_ns)
+                exchange = Exchange(
+                    sent_ns,
+                    bytes_out=exchange.bytes_out,
+                    reconnects=exchange.reconnects + 1,
+                    connect_ns=exchange.connect_ns,
+                )
                 connection, reused = None, False
         except asyncio.CancelledError:
             if exchange.ended:  # in this very turn of the loop; its connection may be another request's by now

@@ -1,4 +1,4 @@
-"""Properties: the same examples each time, so that a change fails by what it changed; `make fuzz` searches for new ones."""
+"""Properties draw the same examples each time, so that a change fails by what it changed; `make fuzz` searches on."""
 
 import os
 

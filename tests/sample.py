@@ -56,6 +56,8 @@ def record(
         "tokens_counted": -1,
         "text_bytes": 4 * len(events),
         "bytes_in": 200 * len(events),
+        "bytes_out": 400,
+        "url_index": 0,
         "comments": 0,
         "reconnects": 0,
         "attempts": 0 if dropped else 1,

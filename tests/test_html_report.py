@@ -303,7 +303,7 @@ def test_pages_of_several_runs_hold_each(rich_run: Run, tmp_path: Path) -> None:
 
 
 def test_what_is_not_recorded_is_said_and_not_made_up(tmp_path: Path) -> None:
-    write_cell(tmp_path / "run", "000-a", [record(i, 10 * i, events=[10 * i + 5]) for i in range(40)])
+    write_cell(tmp_path / "run", "000-a", [record(i, 10 * i, events=[10 * i + 5], bytes_out=-1) for i in range(40)])
     page = page_of(results.load_run(tmp_path / "run"), Asked())
     facts = {row[0][0]: row[1][0] for row in page.tables["Environment and trace"]}
     for name in ("llm-bench", "run", "trace", "trace: sha256 of the file", "trace: hash of the requests sent"):
@@ -313,11 +313,12 @@ def test_what_is_not_recorded_is_said_and_not_made_up(tmp_path: Path) -> None:
     assert (row[1][0], row[1][2]) == ("8,000", "8000")  # 40 requests of 200
 
 
-def test_bytes_received_are_those_of_the_window_over_its_length(tmp_path: Path) -> None:
-    rows = [record(i, 100 * i, events=[100 * i + 50], bytes_in=12_500) for i in range(101)]
+def test_bytes_on_the_wire_are_those_of_the_window_over_its_length(tmp_path: Path) -> None:
+    rows = [record(i, 100 * i, events=[100 * i + 50], bytes_in=12_500, bytes_out=25_000) for i in range(101)]
     write_cell(tmp_path / "run", "000-a", rows)
     _, row = page_of(results.load_run(tmp_path / "run"), Asked()).tables["Bytes on the wire"]
     assert row[2][0] == "1"  # 100 answers end in 10 s: 12,500 bytes x 8 x 10 a second
+    assert (row[6][0], row[7][0]) == (f"{101 * 25_000:,}", "2")
 
 
 def test_the_slices_of_a_window_have_its_whole_beside_them(rich_run: Run) -> None:

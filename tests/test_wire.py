@@ -131,6 +131,7 @@ def test_the_server_reads_what_was_given_whole_and_in_order(run: Run) -> None:
     assert seen.headers["authorization"] == "Bearer k"
     assert seen.headers["host"] == f"127.0.0.1:{server.port}"
     assert begun < exchange.sent_ns <= exchange.first_byte_ns
+    assert 0 < exchange.bytes_out - len(body) < 400  # its head
 
 
 # ---- what is stamped
