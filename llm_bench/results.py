@@ -21,7 +21,9 @@ from llm_bench.objectives import NO_SLO, Judged, Slo
 from llm_bench.outcomes import Attempts, Failure
 from llm_bench.records import OUTCOMES
 from llm_bench.scrape import Scrape
+from llm_bench.sending import Sending, in_flight, sending
 from llm_bench.series import due_in, outcome_in
+from llm_bench.server_metrics import Figures
 from llm_bench.windows import Window
 
 
@@ -160,6 +162,8 @@ class Sheet(NamedTuple):
     failures: list[Failure]  # of the whole cell
     attempts: Attempts | None  # of requests due in the window, where any of the cell was tried twice
     little: Little
+    sending: Sending | None
+    in_flight: str  # at the client and at the server, in words
     reconnected: tuple[int, int]  # attempted requests due in the window: those that reopened a connection, and all
     doubts: list[Doubt]
     judged: list[Judged]  # each limit of the SLO
@@ -183,6 +187,7 @@ def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
     whole_run = metrics.compute_all(percentiles, cell, windows.whole(cell)) if first_wave else []
     due = due_in(cell, window)
     tried = due & windows.attempted(cell)
+    law = little(cell, window)
     doubts_ = run.doubts_of(m, values)
     limited = any(d.kind in CLIENT_LIMITED for d in doubts_)
     return Sheet(
@@ -192,13 +197,23 @@ def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
         outcomes={o: int((due & outcome_in(cell, o)).sum()) for o in OUTCOMES},
         failures=[_printable(failure) for failure in outcomes.failures(cell)],
         attempts=outcomes.attempts(cell, due),
-        little=little(cell, window),
+        little=law,
+        sending=sending(cell, window),
+        in_flight=in_flight(cell, law, _servers(m)) if cell.n else "",
         reconnected=(int((tried & (cell["reconnects"] > 0)).sum()), int(tried.sum())),
         doubts=doubts_,
         judged=objectives.judge(cell, window, asked.slo, client_limited=limited),
         by_class=_by_class(run, m, asked),
         as_tools=as_tools.tables(cell, window, asked.tools),
     )
+
+
+def _servers(m: Measured) -> list[Figures]:
+    """What each replica exported in or around the window."""
+    if m.scraped is None:
+        return []
+    of = m.scraped.figures(m.window.start_ns, m.window.end_ns)
+    return [of[replica.name] for replica in m.scraped.replicas if replica.name in of]
 
 
 def _printable(failure: Failure) -> Failure:

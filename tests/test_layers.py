@@ -13,7 +13,7 @@ captured agentic formats containers trace workload doctor trace_report trace_plo
 servegen goodness goodness_plot anonymise mix selection prompts bodies dialects answer null_target host
 calibration proxy prometheus server_metrics targets probe scrape plan arms shapes columns records retry
 connection wire flights driver shards cell beside measure book run windows series outcomes slo metrics
-decompose objectives identities facts client evidence diagnose same_work doubts as_tools results repeats
+decompose objectives identities sending facts client evidence diagnose same_work doubts as_tools results repeats
 words timeline svg definitions grid terminal_report markdown export parquet charts html_report report
 rules gate pairing gate_report equal_arms compare history diagnose_report accelerators kv_cache curves
 capacity batch_window capacity_ask carried knobs kv_plan capacity_plan capacity_report search
@@ -24,7 +24,7 @@ PURE = """printable prometheus server_metrics decompose evidence diagnose arms r
 capacity_ask carried knobs kv_plan http1 stats steady pairs changes request ticks prefixes fields
 captured agentic formats containers trace workload doctor trace_report fit synth servegen goodness
 anonymise mix selection prompts bodies dialects answer plan windows series slo metrics objectives doubts
-shapes columns outcomes identities facts client same_work repeats as_tools timeline svg charts rules
+shapes columns outcomes identities sending facts client same_work repeats as_tools timeline svg charts rules
 gate compare history kv_cache curves capacity batch_window accelerators""".split()
 PURE_ENGINE = "sequence admission blocks policies scheduler account".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
