@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from llm_bench import __version__, cli_diagnose, cli_gate, cli_trace, terminal
+from llm_bench.cli_canary import canary
 from llm_bench.cli_capacity import capacity
 from llm_bench.cli_run import run, slo_code
 from llm_bench.cli_search import search
@@ -76,6 +77,7 @@ def _root(
 app.command()(run)
 app.command()(search)
 app.command()(capacity)
+app.command()(canary)
 app.command()(cli_gate.gate)
 app.command()(cli_gate.compare)
 app.command()(cli_gate.history)

@@ -50,29 +50,17 @@ def gate(
     produced it. Too few pairs are refused (2). Of --self-test: 0, 1 where equal arms FAIL, 3 where doubts forbid a
     verdict or a figure is undefined.
     """
-    from llm_bench import equal_arms, gate_report, objectives, pairing, rules
+    from llm_bench import equal_arms, gate_report, objectives, rules
     from llm_bench import gate as gates
 
-    _check_format(format)
+    check_format(format)
     accepted = gates.check_accepted(accept or [])
     asked = rules.parse(rule or (equal_arms.DEFAULT_RULES if self_test else []))
     given = objectives.parse(slo, deadlines)
     if not asked:
         raise BenchError("gate: give --rule, such as --rule 'ttft_p95<=+5%'")
     arms = _arms(run, baseline, candidate, self_test=self_test)
-    agreed = arms[1].run.agreed(given)
-    for one in asked:
-        if one.metric.name in rules.NEEDS_SLO and not agreed.limits:
-            raise BenchError(f"--rule {one.text!r}: {one.metric.name} needs the limits of --slo")
-    paired = pairing.pair_up(*arms)
-    if not paired.pairs:
-        raise BenchError(
-            f"{arms[0].name} and {arms[1].name} have no load in common, expected pairs of one load; they have "
-            f"{', '.join(arms[0].loads)} and {', '.join(arms[1].loads)}"
-        )
-    judged = gates.judge(
-        paired.pairs, (arms[0].name, arms[1].name), asked, paired.objections, accepted, agreed.context()
-    )
+    judged = judge(*arms, asked, accepted, given)
     if self_test:
         relabelled = equal_arms.relabel(judged)
         said: dict[str, Callable[[], str]] = {
@@ -88,13 +76,31 @@ def gate(
             "json": lambda: gate_report.json_text(judged),
         }
         code = gates.EXIT_CODES[judged.verdict]
-    _write(markdown, said["md"])
-    _write(json, said["json"])
-    _write(junit, lambda: gate_report.junit(judged))
-    _write(smaller_json, lambda: gate_report.chart_json(judged, "lower"))
-    _write(bigger_json, lambda: gate_report.chart_json(judged, "higher"))
+    write(markdown, said["md"])
+    write(json, said["json"])
+    write(junit, lambda: gate_report.junit(judged))
+    write(smaller_json, lambda: gate_report.chart_json(judged, "lower"))
+    write(bigger_json, lambda: gate_report.chart_json(judged, "higher"))
     terminal.show(said[format]())
     raise typer.Exit(code)
+
+
+def judge(mine: Any, theirs: Any, asked: Any, accepted: Any, given: Any) -> Any:
+    """gate.Judged of two pairing.Arms by rules. Raises BenchError where they have no load in common."""
+    from llm_bench import gate as gates
+    from llm_bench import pairing, rules
+
+    agreed = theirs.run.agreed(given)
+    for one in asked:
+        if one.metric.name in rules.NEEDS_SLO and not agreed.limits:
+            raise BenchError(f"--rule {one.text!r}: {one.metric.name} needs the limits of --slo")
+    paired = pairing.pair_up(mine, theirs)
+    if not paired.pairs:
+        raise BenchError(
+            f"{mine.name} and {theirs.name} have no load in common, expected pairs of one load; they have "
+            f"{', '.join(mine.loads)} and {', '.join(theirs.loads)}"
+        )
+    return gates.judge(paired.pairs, (mine.name, theirs.name), asked, paired.objections, accepted, agreed.context())
 
 
 def _arms(run: Path | None, baseline: str, candidate: str, *, self_test: bool) -> tuple[Any, Any]:
@@ -145,7 +151,7 @@ def compare(
     from llm_bench import compare as comparing
     from llm_bench import objectives, report, results
 
-    _check_format(format)
+    check_format(format)
     names, given = report.parse_metrics(metrics), objectives.parse(slo, deadlines)
     found = [results.load_run(path) for path in runs]
     compared = comparing.compare(found, names, found[0].agreed(given).context())
@@ -172,7 +178,7 @@ def history(
     from llm_bench import history as past
     from llm_bench import objectives
 
-    _check_format(format)
+    check_format(format)
     agreed = objectives.parse(slo, deadlines)
     found = past.histories(_readable(runs), metric, target, load, agreed.context())
     said: dict[str, Callable[[], str]] = {
@@ -201,12 +207,12 @@ def _readable(paths: Sequence[Path]) -> list[Any]:
     return found
 
 
-def _check_format(name: str) -> None:
+def check_format(name: str) -> None:
     if name not in FORMATS:
         raise BenchError(f"--format {name!r}: expected one of {', '.join(FORMATS)}")
 
 
-def _write(path: Path | None, text: Callable[[], str]) -> None:
+def write(path: Path | None, text: Callable[[], str]) -> None:
     if path is None:
         return
     try:

@@ -39,9 +39,10 @@ from llm_bench.options import (
 )
 
 
-def _loads(
+def parse_loads(
     concurrency: str, rate: str, replay: bool, speed: float, burstiness: float, constant: bool, cap: int | None
 ) -> list[Any]:
+    """The loads that a command line names. Raises BenchError for two kinds at once."""
     from llm_bench.plan import Load
 
     given = [name for name, on in (("--concurrency", concurrency), ("--rate", rate), ("--replay", replay)) if on]
@@ -194,7 +195,7 @@ def run(
     check_word("too-long", too_long, selection.TOO_LONG)
     check_word("history", history, HISTORIES)
     check_numbers(context.params)
-    loads = _loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
+    loads = parse_loads(concurrency, rate, replay, speed, burstiness, constant, max_in_flight)
     asked = results.Asked(report.parse_metrics(metrics), objectives.parse(slo, deadlines))
     report.check_format(format)
     if fail_on_slo and not asked.slo.limits:
@@ -224,7 +225,7 @@ def run(
         resume=resume,
     )
     options = Options(
-        out=out or _new_folder([t.name for t in chosen]),
+        out=out or new_folder([t.name for t in chosen]),
         requests=requests,
         duration_s=duration,
         warmup=warmup,
@@ -288,7 +289,7 @@ def slo_code(verdict: Any) -> int:
     return 1 if "MISSED" in said else 3 if "UNDECIDED" in said else 0
 
 
-def _new_folder(names: list[str]) -> Path:
+def new_folder(names: list[str]) -> Path:
     from datetime import datetime
 
     stem = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{'-'.join(names)[:60]}"

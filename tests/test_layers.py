@@ -17,7 +17,7 @@ decompose objectives identities sending facts client evidence diagnose same_work
 words timeline svg definitions grid terminal_report markdown export parquet charts html_report report
 rules gate pairing gate_report equal_arms compare history diagnose_report accelerators kv_cache curves
 capacity batch_window capacity_ask carried knobs kv_plan capacity_plan capacity_report search
-search_report search_run selfcheck terminal options cli_run cli_trace cli_gate cli_capacity cli_diagnose
+search_report search_run selfcheck terminal options cli_run cli_trace cli_gate cli_canary cli_capacity cli_diagnose
 cli_search cli""".split()
 
 PURE = """printable prometheus server_metrics decompose evidence diagnose arms repeats svg definitions grid search
