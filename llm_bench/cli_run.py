@@ -11,26 +11,52 @@ from llm_bench.errors import BenchError
 from llm_bench.options import (
     Api,
     BlockSize,
+    Burstiness,
     Ca,
+    Concurrency,
+    ConnectTimeout,
+    Constant,
     Deadlines,
     Dejitter,
+    Drain,
+    Duration,
     FailOnSlo,
     Format,
+    Gpu,
     Insecure,
     KeyEnv,
+    Limit,
+    LoopTrace,
     Map,
+    MaxInFlight,
     MaxLen,
     Metrics,
+    MetricsUrl,
     Model,
+    NoStream,
     Proxy,
+    Rate,
     Ready,
+    Replay,
+    Requests,
+    Retries,
+    SameSalt,
+    ScaleLengths,
+    ScrapeEvery,
     SkipBad,
     SloText,
+    Speed,
+    StallTimeout,
     TargetsFile,
     Tokenizer,
+    TooLong,
+    TotalTimeout,
     TraceFormat,
+    TtftTimeout,
     Turns,
     Unit,
+    Warmup,
+    Workers,
     check_numbers,
     check_word,
     columns,
@@ -66,47 +92,27 @@ def run(
     context: typer.Context,
     targets: Annotated[str, typer.Option(help="name,name=url,url: declared in targets.toml, or reference, or null.")],
     trace: Annotated[Path, typer.Option(help="Trace file; its format is found by its keys.")],
-    concurrency: Annotated[str, typer.Option(help="Closed loop: this many slots, e.g. 1,8,32.")] = "",
-    rate: Annotated[str, typer.Option(help="Open loop: requests per second, e.g. 1,2,4.")] = "",
-    burstiness: Annotated[float, typer.Option(help="Gamma shape of --rate's gaps: 1 Poisson, 0.25 CV 2.")] = 1.0,
-    constant: Annotated[bool, typer.Option("--constant", help="Space --rate's arrivals evenly.")] = False,
-    replay: Annotated[
-        bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")
-    ] = False,
-    speed: Annotated[float, typer.Option(help="Replay this many times as fast: 2 takes half as long.")] = 1.0,
-    max_in_flight: Annotated[
-        int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="First rows of the trace, at most N, in whole conversations.")
-    ] = None,
+    concurrency: Concurrency = "",
+    rate: Rate = "",
+    burstiness: Burstiness = 1.0,
+    constant: Constant = False,
+    replay: Replay = False,
+    speed: Speed = 1.0,
+    max_in_flight: MaxInFlight = None,
+    requests: Requests = None,
+    limit: Limit = None,
     from_s: Annotated[
         float | None, typer.Option("--from", help="Seconds of the trace: conversations that begin from here on.")
     ] = None,
     to_s: Annotated[float | None, typer.Option("--to", help="And before this.")] = None,
-    duration: Annotated[
-        float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")
-    ] = None,
-    warmup: Annotated[
-        float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")
-    ] = None,
-    drain: Annotated[
-        float | None, typer.Option(help="Seconds to wait for the last answers; default: each has its own time-outs.")
-    ] = None,
-    loop_trace: Annotated[
-        bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")
-    ] = False,
+    duration: Duration = None,
+    warmup: Warmup = None,
+    drain: Drain = None,
+    loop_trace: LoopTrace = False,
     seed: Annotated[int, typer.Option(help="Of arrivals; of the prompts with --reuse-prompts.")] = 0,
-    retries: Annotated[
-        int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")
-    ] = 0,
-    too_long: Annotated[
-        str, typer.Option(help="Requests over the context limit: refuse, skip, clip or scale.")
-    ] = "refuse",
-    scale_lengths: Annotated[
-        str, typer.Option(help="Multiply all lengths of the trace, e.g. 0.5 or 1/32; sharing stays.")
-    ] = "",
+    retries: Retries = 0,
+    too_long: TooLong = "refuse",
+    scale_lengths: ScaleLengths = "",
     history: Annotated[
         str, typer.Option(help="Answers in later turns: live, the server's own; recorded, made up at their lengths.")
     ] = "live",
@@ -123,13 +129,11 @@ def run(
     interleave: Annotated[
         bool, typer.Option("--interleave", help="Targets take turns, A B B A, --repeat pairs at each load: for gate.")
     ] = False,
-    same_salt: Annotated[
-        bool, typer.Option("--same-salt", help="Of --interleave: equal prompts in both; separate servers only.")
-    ] = False,
+    same_salt: SameSalt = False,
     reuse_prompts: Annotated[
         bool, typer.Option("--reuse-prompts", help="The same prompts in every cell and run.")
     ] = False,
-    no_stream: Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")] = False,
+    no_stream: NoStream = False,
     trace_format: TraceFormat = None,
     block_size: BlockSize = None,
     unit: Unit = None,
@@ -145,23 +149,19 @@ def run(
     ca: Ca = "",
     insecure: Insecure = False,
     proxy: Proxy = "",
-    metrics_url: Annotated[
-        str, typer.Option(help="Scrape the servers' metrics beside the run: URL|URL, or auto (/metrics of each).")
-    ] = "",
-    scrape_every: Annotated[float, typer.Option(help="Seconds between scrapes.")] = 1.0,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML, extra gpu).")] = False,
+    metrics_url: MetricsUrl = "",
+    scrape_every: ScrapeEvery = 1.0,
+    gpu: Gpu = False,
     connect_per_request: Annotated[
         bool, typer.Option("--connect-per-request", help="A new connection for each request.")
     ] = False,
     spin: Annotated[float, typer.Option(help="Open loop: spin for the last so many µs before a due time.")] = 0.0,
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
-    connect_timeout: Annotated[float, typer.Option(help="Seconds; 0: none.")] = 10.0,
-    ttft_timeout: Annotated[float, typer.Option(help="Seconds from sending to the first token; 0: none.")] = 300.0,
-    stall_timeout: Annotated[
-        float, typer.Option(help="Seconds without a byte after the first token; 0: none.")
-    ] = 120.0,
-    total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all, retries too; 0: none.")] = 3600.0,
+    connect_timeout: ConnectTimeout = 10.0,
+    ttft_timeout: TtftTimeout = 300.0,
+    stall_timeout: StallTimeout = 120.0,
+    total_timeout: TotalTimeout = 3600.0,
     keep_bytes: Annotated[int, typer.Option(help="Keep the first N bytes of good answers too.")] = 0,
     metrics: Metrics = "",
     slo: SloText = "",
@@ -173,9 +173,7 @@ def run(
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
     format: Format = "terminal",  # noqa: A002
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
-    workers: Annotated[
-        str, typer.Option(help="Processes that share each cell: a number, or auto; a cap is held by one.")
-    ] = "auto",
+    workers: Workers = "auto",
     resume: Annotated[
         bool, typer.Option("--resume", help="Finish the run in --out: measure its missing cells.")
     ] = False,

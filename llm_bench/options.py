@@ -38,6 +38,39 @@ Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the report to a file; parquet needs one: a row a request.")
 ]
 Format = Annotated[str, typer.Option(help="terminal, md, json, csv, html or parquet.")]
+# Of the load and of what is sent.
+Burstiness = Annotated[float, typer.Option(help="Gamma shape of --rate's gaps: 1 Poisson, 0.25 CV 2.")]
+Constant = Annotated[bool, typer.Option("--constant", help="Space --rate's arrivals evenly.")]
+Concurrency = Annotated[str, typer.Option(help="Closed loop: this many slots, e.g. 1,8,32.")]
+Rate = Annotated[str, typer.Option(help="Open loop: requests per second, e.g. 1,2,4.")]
+Replay = Annotated[bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")]
+Speed = Annotated[float, typer.Option(help="Replay this many times as fast: 2 takes half as long.")]
+MaxInFlight = Annotated[int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")]
+Requests = Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")]
+Limit = Annotated[int | None, typer.Option(help="First rows of the trace, at most N, in whole conversations.")]
+Duration = Annotated[float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")]
+Warmup = Annotated[float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")]
+Drain = Annotated[
+    float | None, typer.Option(help="Seconds to wait for the last answers; default: each has its own time-outs.")
+]
+LoopTrace = Annotated[bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")]
+Retries = Annotated[int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")]
+TooLong = Annotated[str, typer.Option(help="Requests over the context limit: refuse, skip, clip or scale.")]
+ScaleLengths = Annotated[str, typer.Option(help="Multiply all lengths of the trace, e.g. 0.5 or 1/32; sharing stays.")]
+SameSalt = Annotated[
+    bool, typer.Option("--same-salt", help="Equal prompts in both arms of a pair; separate servers only.")
+]
+NoStream = Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")]
+ConnectTimeout = Annotated[float, typer.Option(help="Seconds; 0: none.")]
+TtftTimeout = Annotated[float, typer.Option(help="Seconds from sending to the first token; 0: none.")]
+StallTimeout = Annotated[float, typer.Option(help="Seconds without a byte after the first token; 0: none.")]
+TotalTimeout = Annotated[float, typer.Option(help="Seconds of one request in all, retries too; 0: none.")]
+Workers = Annotated[str, typer.Option(help="Processes that share each cell: a number, or auto; a cap is held by one.")]
+ScrapeEvery = Annotated[float, typer.Option(help="Seconds between scrapes.")]
+Gpu = Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML, extra gpu).")]
+MetricsUrl = Annotated[
+    str, typer.Option(help="Scrape the servers' metrics beside the run: URL|URL, or auto (/metrics of each).")
+]
 
 
 _SECONDS = (0, 1_000_000)  # eleven days; some libraries keep time-outs as milliseconds in 31 bits
