@@ -1,21 +1,22 @@
 """From runs and inputs to a plan: ceilings, rate within the SLO, replicas, cost; each figure with its arithmetic."""
 
-import datetime
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from llm_bench import capacity, carried, curves, knobs, kv_plan, windows
-from llm_bench.capacity import Ceiling, Fleet, Prices
-from llm_bench.capacity_ask import Ask, Demand, Figure, Section, Table, WhatIf, digits
+from llm_bench import capacity, capacity_fleet, carried, curves, knobs, kv_gauge, kv_plan, windows
+from llm_bench.capacity import Ceiling, Prices
+from llm_bench.capacity_ask import Ask, Figure, Section, Table, WhatIf, digits
+from llm_bench.capacity_fleet import Answers
 from llm_bench.carried import Bracket, Busiest, Carried, Resident
 from llm_bench.curves import Estimate, Fit
 from llm_bench.errors import BenchError
-from llm_bench.results import Run
+from llm_bench.evidence import SERVERS
+from llm_bench.results import Measured, Run
 
 _KINDS = {"closed": "closed loop", "open": "open loop", "replay": "replay"}
 _LEVELS = {"closed": "slots", "open": "requests/s", "replay": "times the trace's speed"}  # unit of a load
-TOKEN_RATE = "token rate"
+TOKEN_RATE, PASS_RATE = "token rate", "pass rate"
+MADE = (TOKEN_RATE, PASS_RATE)  # ceilings that are the most that was measured
 SHOWN_OVER = 1.001  # times a ceiling: what ended beside it is explained where it is more
 NO_LIMITS = "no --slo, and the run keeps none: without limits no load is proven, and only ceilings can be said"
 
@@ -47,7 +48,7 @@ def what_if(given: WhatIf, ask: Ask) -> list[Section]:
     sections.append(Section("sustainable", "Sustainable", own, notes=["assumed figures: nothing of this was measured"]))
     if ask.demand.target is not None:
         how = "the sustainable rate, assumed and not measured"
-        sections += _fleet(ask, each, None, _Answers(given.tokens_out, given.stay_s), how)
+        sections += capacity_fleet.fleet(ask, each, None, Answers(given.tokens_out, given.stay_s), how)
     return sections
 
 
@@ -61,6 +62,9 @@ def _ceilings(
         how += f" at {busiest.cell.load}; {busiest.text}" if busiest else ""
         most = capacity.ceiling(given.tokens_per_second, given.tokens_out)
         found.append(Ceiling(TOKEN_RATE, most, how))
+    if busiest and busiest.cell.work == "single pass" and busiest.cell.served:
+        how = f"{digits(busiest.cell.served)} results/s at {busiest.cell.load}; {busiest.text}"
+        found.append(Ceiling(PASS_RATE, busiest.cell.served, how))
     if given.in_flight is not None and given.stay_s is not None:
         how = f"{digits(given.in_flight)} in flight / {digits(given.stay_s)} s each (Little's law)"
         found.append(Ceiling("concurrency limit", capacity.rate_of(given.in_flight, given.stay_s), how))
@@ -76,9 +80,9 @@ def _ceilings(
         lowest = capacity.binding(found)
         figures = [Figure(c.name.replace(" ", "_"), f"ceiling by {c.name}", c.rate, "answers/s", c.how) for c in found]
         notes = []
-        if len(found) > 1 and lowest.name == TOKEN_RATE and busiest and not busiest.saturated:
+        if len(found) > 1 and lowest.name in MADE and busiest and not busiest.saturated:
             notes.append(
-                f"{TOKEN_RATE} is the lowest of {len(found)} and may be higher: which of them binds is not known"
+                f"{lowest.name} is the lowest of {len(found)} and may be higher: which of them binds is not known"
             )
         elif len(found) > 1:
             notes.append(f"{lowest.name} binds: {digits(lowest.rate)}/s is the lowest of {len(found)}")
@@ -130,13 +134,19 @@ def _slo(ask: Ask, kept: bool) -> Section:
 def _of_bracket(run: Run, bracket: Bracket, ask: Ask, title: str, key: str) -> list[Section]:
     busiest = carried.busiest(bracket.cells)
     most = busiest.cell if isinstance(busiest, Busiest) else None
-    sections = [_loads(bracket, most, ask, title), *([_within(bracket, ask)] if ask.slo.limits else [])]
+    loads = _loads(bracket, most, ask, title)
+    cells = [m for m in run.cells if any((c.target, c.load) == (m.target, m.load) for c in bracket.cells)]
+    several = _several(cells)
+    sections = [loads._replace(notes=[*several, *loads.notes])]
+    sections += [_within(bracket, ask)] if ask.slo.limits else []
     at = bracket.low or most or bracket.cells[0]
     measured = next(m for m in run.cells if m.load == at.load and m.target == at.target)
     held: Resident | str = "no --model-config"
     if ask.hardware is not None:
         held = carried.resident(measured.cell, measured.window, ask.hardware.block_size)
-    given = WhatIf(most.tokens_per_second, most.tokens_out, at.stay_s) if most else WhatIf(stay_s=at.stay_s)
+    given = WhatIf(stay_s=at.stay_s)
+    if most and most.work != "single pass":
+        given = WhatIf(most.tokens_per_second, most.tokens_out, at.stay_s)
     ceilings, found = _ceilings(
         given, ask, held if isinstance(held, Resident) else None, busiest if isinstance(busiest, Busiest) else None
     )
@@ -151,39 +161,33 @@ def _of_bracket(run: Run, bracket: Bracket, ask: Ask, title: str, key: str) -> l
         none = Figure("token_rate", f"ceiling by {TOKEN_RATE}", None, "answers/s", busiest)
         found.append(Section("token_rate", "Token rate of one replica", [none]))
     sections += found
+    if gauge := kv_gauge.section(cells, kv_plan.tokens(ask.hardware) if ask.hardware else None):
+        sections.append(gauge)
     if curves_ := _curves(bracket, ask.at_loads):
         sections.append(curves_)
     if ask.demand.target is not None:
-        sections += _fleet_of(bracket, ask)
+        sections += capacity_fleet.of_bracket(bracket, ask)
     return [s._replace(key=f"{key}.{s.key}") for s in sections]
+
+
+def _several(cells: Sequence[Measured]) -> list[str]:
+    """What "one replica" is of a target with several URLs."""
+    urls = max(str((m.cell.header.get("target") or {}).get("url") or "").count("|") + 1 for m in cells)
+    said = f"the target has {urls} URLs: what is called one replica below is all {urls} together, and so are its prices"
+    return [said] if urls > 1 else []
 
 
 def _planned_with(section: Section, ceilings: list[Ceiling], known: bool, bracket: Bracket, ask: Ask) -> Section:
     """The ceilings with what of the lowest is planned with, and where they do not agree with what was measured."""
     low = capacity.binding(ceilings)
     planned = Figure("sustainable", "sustainable", None, "answers/s", "the ceiling is only known to be this or more")
-    if known or low.name != TOKEN_RATE:
+    if known or low.name not in MADE:
         how = f"{digits(low.rate)}/s x {ask.utilization:g} (--utilization)"
         planned = Figure(
             "sustainable", "sustainable", capacity.sustainable(low.rate, ask.utilization), "answers/s", how
         )
     notes = [*section.notes, *_contradiction(bracket, ceilings)]
     return section._replace(figures=[*section.figures, planned], notes=notes)
-
-
-def _fleet_of(bracket: Bracket, ask: Ask) -> list[Section]:
-    low, high = bracket.low, bracket.high
-    each = low.planned(ask.utilization) if low else None
-    if low is None or not each:
-        why = "no load is proven to meet the SLO, so that no number of replicas can be said"
-        return [Section("fleet", "Fleet", notes=[why])]
-    how = f"the rate within the SLO at {low.load}, measured"
-    if low.kind == "closed":
-        how = f"the rate planned with: {digits(low.rate)}/s at {low.load} x {ask.utilization:g}"
-    best = None
-    if high is not None:
-        best = high.offered if high.kind != "closed" else high.planned(ask.utilization)
-    return _fleet(ask, each, best, _Answers(low.tokens_out, low.stay_s), how)
 
 
 def _contradiction(bracket: Bracket, ceilings: list[Ceiling]) -> list[str]:
@@ -214,7 +218,7 @@ def _loads(bracket: Bracket, most: Carried | None, ask: Ask, title: str) -> Sect
         *(() if closed else ("offered/s",)),
     )
     heads += ("served/s", *(("goodput/s",) if ask.slo.limits else ()), "tokens/s", "mean stay, s", "in flight")
-    priced = ask.prices is not None
+    priced, drawn = ask.prices is not None, any(c.energy for c in bracket.cells)
     rows = []
     for c in bracket.cells:
         row: tuple[str | float | None, ...] = (c.load, c.state, *((c.verdict,) if ask.slo.limits else ()))
@@ -222,10 +226,13 @@ def _loads(bracket: Bracket, most: Carried | None, ask: Ask, title: str) -> Sect
         row += (c.tokens_per_second, c.stay_s, c.in_flight)
         if ask.prices is not None:
             row += tuple(_prices_at(c, ask.prices))
+        if drawn:
+            row += (c.energy.per_thousand_tokens, c.energy.per_answer) if c.energy else (None, None)
         rows.append(row)
     if priced:
         unit = ask.money or "cost"
         heads += (f"{unit}/1M tokens", f"{unit}/1M in SLO")
+    heads += ("J/1k tokens", "J/answer") if drawn else ()
     notes = [_legend(closed, bool(ask.slo.limits))]
     notes += [f"{c.load}: {c.verdict}: {c.why}" for c in bracket.cells if ask.slo.limits]
     notes += [f"{c.load}: {c.why}" for c in bracket.cells if not ask.slo.limits and c.state == windows.GROWING]
@@ -247,6 +254,7 @@ def _loads(bracket: Bracket, most: Carried | None, ask: Ask, title: str) -> Sect
             "cost at a load: per 1M output tokens, and per 1M of answers within the limits, of one replica that is "
             "always at it: no spares, nothing idle"
         )
+    notes += [f"{c.load}: {c.energy.text}" for c in bracket.cells if c.energy]
     return Section("loads", f"Measured: {title}", _workload(bracket, most), [Table(heads, rows)], notes)
 
 
@@ -266,19 +274,9 @@ def _prices_at(c: Carried, prices: Prices) -> list[float | None]:
 
 def _workload(bracket: Bracket, most: Carried | None) -> list[Figure]:
     c = bracket.low or most or bracket.cells[0]
-    if c.tokens_out is None:
-        kind = "its answers do not say how many tokens they have"
-    elif c.single_pass:
-        kind = (
-            "single pass: one result a request, nothing is decoded. A server that gathers batches for some "
-            "milliseconds fits (Triton, TorchServe, MLServer); KV memory plays no part"
-        )
-    else:
-        kind = (
-            "LLM decoding: answers grow token by token and hold KV memory while they do. A server with continuous "
-            "batching and a paged cache fits (vLLM, SGLang, TensorRT-LLM, TGI, llama.cpp)"
-        )
-    figures = [Figure("tokens_out", "tokens of a mean answer", c.tokens_out, "tokens", f"at {c.load}; {kind}")]
+    figures = [
+        Figure("tokens_out", "tokens of a mean answer", c.tokens_out, "tokens", f"at {c.load}; {SERVERS[c.work]}")
+    ]
     share = c.cached_share
     if c.tokens_in is not None:
         how = f"at {c.load}" if share is None else f"at {c.load}, {share:.1%} of them from the server's cache"
@@ -344,7 +342,8 @@ def _curves(bracket: Bracket, at_loads: Sequence[float]) -> Section | None:
     forms = ("usl", "two segments") if closed else ("two segments",)
     usable = [c for c in bracket.cells if c.level > 0]
     if len(usable) < curves.LEAST_LOADS:
-        return None
+        few = f"{len(usable)} loads were measured, a curve needs {curves.LEAST_LOADS}: --at-load cannot be answered"
+        return Section("curves", "Curves", notes=[few]) if at_loads else None
     what = (("throughput", "throughput", "tokens/s"), ("ttft", "mean TTFT", "s"), ("tpot", "mean TPOT", "s"))
     for key, name, unit in what:
         picked = {"throughput": "tokens_per_second", "ttft": "ttft_s", "tpot": "tpot_s"}[key]
@@ -388,127 +387,3 @@ def _estimated(key: str, name: str, unit: str, found: Estimate | str) -> Figure:
     if isinstance(found, str):
         return Figure(key, name, None, unit, found)
     return Figure(key, name, found.value, unit, f"95%: {digits(found.low)} to {digits(found.high)}")
-
-
-# ---- fleet and cost
-
-
-class _Answers(NamedTuple):
-    """Of a mean answer."""
-
-    tokens: float | None
-    stay_s: float | None
-
-
-def _fleet(ask: Ask, each: float, best: float | None, answers: _Answers, how: str) -> list[Section]:
-    """`each`: the rate within the SLO of one replica; `best`: what it might be at most, where that is known."""
-    demand = ask.demand
-    assert demand.target is not None
-    target = demand.target * demand.peak
-    of = capacity.fleet(target, each, demand.spares)
-    figures = [
-        Figure(
-            "target",
-            "rate to carry",
-            target,
-            "requests/s",
-            f"{digits(demand.target)}/s x {demand.peak:.4g}: {demand.peak_text}",
-        ),
-        Figure(
-            "active",
-            "replicas that carry it",
-            of.active,
-            "replicas",
-            f"ceil({digits(target)}/s / {digits(each)}/s), {how}",
-        ),
-        Figure("total", "replicas with spares", of.total, "replicas", f"{of.active} + {of.spares} spares"),
-    ]
-    if answers.stay_s:
-        in_flight = capacity.concurrency(target, answers.stay_s)
-        how = f"{digits(target)}/s x {digits(answers.stay_s)} s (Little's law)"
-        figures.append(Figure("in_flight", "in flight in the whole fleet", in_flight, "requests", how))
-    k = capacity.most_failures(of)
-    rest = f"{of.total - k} left carry {digits(of.left(k))}/s"
-    figures.append(Figure("failures", "replicas that may be gone at once", k, "replicas", f"{rest}, which is enough"))
-    notes = []
-    if best is not None and best > each:
-        least = capacity.fleet(target, best, demand.spares).active
-        if least < of.active:
-            notes.append(
-                f"{least} might do: a load between {digits(each)}/s and {digits(best)}/s was not proven either way"
-            )
-    if demand.warmup_s is not None:
-        figures.append(_warmup(of, k + 1, demand.warmup_s))
-    else:
-        after = of.left(k + 1)
-        notes.append(f"with {k + 1} gone: {digits(after)}/s of {digits(target)}/s")
-    if demand.growth is not None:
-        figures.append(_growth(of, demand))
-    sections = [Section("fleet", "Fleet", figures, notes=notes)]
-    if ask.prices is not None:
-        sections.append(_cost(of, ask, ask.prices, demand.target, answers.tokens))
-    return sections
-
-
-def _warmup(of: Fleet, failed: int, warmup_s: float) -> Figure:
-    waiting = capacity.queued(of, failed, warmup_s)
-    how = (
-        f"with {failed} gone, {max(of.total - failed, 0)} left carry {digits(of.left(failed))}/s of "
-        f"{digits(of.target)}/s for the {digits(warmup_s)} s until a replacement is ready"
-    )
-    return Figure("queued", f"requests that queue up when {failed} fail", waiting, "requests", how)
-
-
-def _growth(of: Fleet, demand: Demand) -> Figure:
-    assert demand.growth is not None
-    most = of.active * of.each
-    days = capacity.exhausted_after(of.target, most, demand.growth)
-    name = "days until the active replicas are too few"
-    if days is None:
-        return Figure("exhausted", name, None, "days", f"at {demand.growth.text} they never are")
-    how = f"{digits(of.target)}/s grows by {demand.growth.text} to {digits(most)}/s, spares left out"
-    if demand.as_of is not None:
-        try:
-            how += f": {demand.as_of + datetime.timedelta(days=int(days))}"
-        except OverflowError:
-            how += ": after the year 9999"
-    return Figure("exhausted", name, days, "days", how)
-
-
-def _cost(of: Fleet, ask: Ask, prices: Prices, demand: float, tokens_out: float | None) -> Section:
-    money, within = ask.money or "money", " within the SLO" if ask.slo.limits else ""  # assumed figures meet none
-    hourly = f"{prices.accelerators} x {prices.accelerator_hour:g}/h x {of.total} replicas"
-    hourly += f" + {prices.other_hour:g}/h telemetry and gateway" if prices.other_hour else ""
-    notes = [f"{name}: {source}" for name, source in prices.sources.items()]
-    if not tokens_out:
-        how = "how many tokens an answer has is not known"
-        return Section("cost", "Cost", [Figure("per_million", f"cost per 1M output tokens{within}", None, money, how)])
-    found = capacity.cost(of, prices, demand, tokens_out)
-    tokens = found.served * capacity.HOURS_S * tokens_out
-    figures = [
-        Figure("per_hour", "cost per hour", found.per_hour, f"{money}/h", hourly),
-        Figure(
-            "per_million",
-            f"cost per 1M output tokens{within}",
-            found.per_million,
-            money,
-            f"at {digits(found.served)}/s x {digits(tokens_out)} tokens x 3,600 s = {digits(tokens)} tokens an hour",
-        ),
-        Figure(
-            "per_request",
-            f"cost per answer{within}",
-            found.per_answer,
-            money,
-            f"of {digits(tokens_out)} tokens",
-        ),
-        Figure(
-            "idle",
-            "idle share, paid for",
-            found.idle,
-            "share",
-            f"of {digits(of.total * of.each)}/s that all could carry",
-        ),
-    ]
-    if demand > of.active * of.each:
-        notes.append(f"demand is {digits(demand)}/s: what is over {digits(found.served)}/s is not served{within}")
-    return Section("cost", "Cost", figures, notes=notes)

@@ -6,9 +6,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llm_bench import metrics, objectives, slo, windows
+from llm_bench import energy, metrics, objectives, slo, windows
 from llm_bench.client import BUSY, CLIENT_LIMITED, LIMITED
 from llm_bench.columns import Cell
+from llm_bench.energy import Energy
+from llm_bench.evidence import Work, work_of
 from llm_bench.identities import little
 from llm_bench.objectives import Judged, Slo
 from llm_bench.results import Measured, Run
@@ -20,7 +22,6 @@ Judgement = Literal["MET", "MISSED", "UNDECIDED", "not judged"]  # the last: no 
 FULL_STAYS = 5.0  # times its requests stay, from which on a window of a growing backlog shows a full server's rate
 FLAT = 1.1  # tokens/s at twice the slots or more, against which a server is shown to be saturated
 IDLE_SLOTS = "idle slots"  # of CLIENT_CHECKS: slots that the client did not keep at the server
-LEAST_TOKENS = 1.5  # tokens of a mean answer under which a run was one pass a request, and no decoding
 
 
 class Carried(NamedTuple):
@@ -53,7 +54,8 @@ class Carried(NamedTuple):
     wasted: float | None  # tokens of failed and cancelled requests in the window
     little: str
     doubts: tuple[str, ...]  # kinds
-    single_pass: bool
+    work: Work = "decoding"
+    energy: Energy | None = None  # of this machine's GPUs, where they were scraped
 
     @property
     def client_full(self) -> str:
@@ -145,7 +147,8 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
         wasted=figure("wasted_tokens"),
         little=law.text if law.rate else "",
         doubts=tuple(sorted(doubts)),
-        single_pass=bool(len(tokens) and (tokens >= 0).all() and tokens.mean() < LEAST_TOKENS),
+        work=work_of(cell, window),
+        energy=energy.of(cell, window, m.scraped),
     )
 
 
@@ -205,7 +208,7 @@ def _bracket(target: str, kind: str, cells: list[Carried]) -> Bracket:
 
 
 class Busiest(NamedTuple):
-    """The cell whose output tokens a second are the ceiling, and whether more load was shown to bring no more."""
+    """The cell that made most, and whether more load was shown to bring no more."""
 
     cell: Carried
     saturated: bool
@@ -215,21 +218,25 @@ class Busiest(NamedTuple):
 def busiest(cells: Sequence[Carried]) -> Busiest | str:
     """Of cells of one kind of load; a str says why none of them tells what a server can make.
 
-    Slots show saturation where more of them make no more, arrivals where their backlog grows for many stays.
+    What is made are output tokens or, of single passes, answers. Slots show saturation where more of them make no more,
+    arrivals where their backlog grows for many stays.
     """
-    known = [c for c in cells if c.tokens_per_second and c.tokens_out]
+    known = [c for c in cells if made(c)]
+    if not known and any(c.served for c in cells):
+        return "how many tokens its answers have is not known"
     steady = [c for c in known if c.steady]
     full = [c for c in known if c.state == windows.GROWING and c.window_s >= FULL_STAYS * (c.stay_s or np.inf)]
-    most = max([*steady, *full], key=_tokens, default=None)
+    most = max([*steady, *full], key=made, default=None)
     if most is None:
         return "no load was steady for as long as its requests stay: its tokens/s are of no steady state"
     if most in full and not most.client_full:
         stays = most.window_s / (most.stay_s or np.inf)
         return Busiest(most, True, f"saturated: its backlog grew, over {stays:.3g} times what its requests stay")
     pairs = combinations(sorted(steady, key=lambda c: c.level), 2)
-    for a, b in sorted(pairs, key=lambda pair: -_tokens(pair[0])):
-        if b.kind == "closed" and b.level >= 2 * a.level and _tokens(b) <= FLAT * _tokens(a) and not b.client_full:
-            text = f"saturated: from {a.load} to {b.load} it went from {_tokens(a):.4g} to {_tokens(b):.4g} tokens/s"
+    unit = "answers/s" if most.work == "single pass" else "tokens/s"
+    for a, b in sorted(pairs, key=lambda pair: -made(pair[0])):
+        if b.kind == "closed" and b.level >= 2 * a.level and made(b) <= FLAT * made(a) and not b.client_full:
+            text = f"saturated: from {a.load} to {b.load} it went from {made(a):.4g} to {made(b):.4g} {unit}"
             return Busiest(most, True, text)
     why = (
         f"this client may have been the limit ({most.client_full})"
@@ -239,8 +246,11 @@ def busiest(cells: Sequence[Carried]) -> Busiest | str:
     return Busiest(most, False, f"{why}, not shown to be saturated: the ceiling is this or more")
 
 
-def _tokens(cell: Carried) -> float:
-    return cell.tokens_per_second or 0.0
+def made(cell: Carried) -> float:
+    """Output tokens a second or, of single passes, answers; 0 where that is not known."""
+    if cell.work == "single pass":
+        return cell.served or 0.0
+    return (cell.tokens_per_second or 0.0) if cell.tokens_out else 0.0
 
 
 # ---- what active sequences hold

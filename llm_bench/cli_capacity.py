@@ -142,6 +142,9 @@ def capacity(
     agreed = objectives.parse(slo, deadlines)
     if not what_if and any("=" in text and not Path(text).exists() for text in runs or []):
         raise BenchError(f"{' '.join(runs or [])}: figures without a run stand after --what-if")
+    twice = [run for run in runs or [] if (runs or []).count(run) > 1]
+    if twice and not what_if:
+        raise BenchError(f"{twice[0]}: given twice; expected each run once")
     pairs = [what_if, *(runs or [])] if what_if else []
     assumed, share = _assumed(pairs)
     ask = _ask(context.params, agreed, utilization if share is None else share)
@@ -227,6 +230,11 @@ def _hardware(params: Mapping[str, Any]) -> "Hardware | None":
     from llm_bench.capacity_ask import Hardware
 
     if params["model_config"] is None and params["kv_bytes"] is None:
+        if idle := [name for name in ("accelerator", "memory_gib", "parameters", "weights_gib") if params[name]]:
+            raise BenchError(
+                f"--{idle[0].replace('_', '-')} without --model-config or --kv-bytes: expected one of them too, by "
+                "which it is known what a cached token takes"
+            )
         return None
     device = accelerators.find(params["accelerator"]) if params["accelerator"] else None
     if device is None and params["memory_gib"] is None:

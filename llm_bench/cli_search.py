@@ -118,6 +118,11 @@ def search(
     ] = 120.0,
     total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all, retries too; 0: none.")] = 3600.0,
     deadlines: Deadlines = "",
+    metrics_url: Annotated[
+        str, typer.Option(help="Scrape the server's metrics beside each cell: URL|URL, or auto (/metrics of each).")
+    ] = "",
+    scrape_every: Annotated[float, typer.Option(help="Seconds between scrapes.")] = 1.0,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML, extra gpu).")] = False,
     format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
     output: Output = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-search-TARGETS.")] = None,
@@ -135,7 +140,7 @@ def search(
     1% is always part of the SLO. Every cell is kept in the run's folder. Exit code 0: a bracket as narrow as asked
     for, or met at --max; 1: missed at --min; 3: left open when the budget ended.
     """
-    from llm_bench import search_report, search_run, selection
+    from llm_bench import cli_run, search_report, search_run, selection
     from llm_bench import targets as known
     from llm_bench.cell import HISTORIES, Options
     from llm_bench.exchange import Timeouts
@@ -170,7 +175,7 @@ def search(
         resume=resume,
     )
     options = Options(
-        out=out or _new_folder([t.name for t in chosen]),
+        out=out or cli_run.new_folder(["search", *(t.name for t in chosen)]),
         warmup=warmup,
         drain_s=drain,
         seed=seed,
@@ -182,6 +187,9 @@ def search(
         ready_s=ready_timeout,
         timeouts=Timeouts(*(limit or None for limit in timeouts)),
         deadlines=deadlines,
+        metrics_url=metrics_url,
+        scrape_every_s=scrape_every,
+        gpu=gpu,
     )
     asked = search_run.Search(
         by=by,  # type: ignore[arg-type]
@@ -223,9 +231,3 @@ def _code(ended: Any, codes: list[int]) -> int:
     if ended.died:
         return 5
     return next((code for code in (1, 3) if code in codes), 0)
-
-
-def _new_folder(names: list[str]) -> Path:
-    from llm_bench import cli_run
-
-    return cli_run._new_folder(["search", *names])

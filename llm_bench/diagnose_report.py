@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llm_bench import grid, printable, scrape
+from llm_bench import diagnose_replicas, grid, printable, scrape
 from llm_bench.decompose import Decomposition, pooled
 from llm_bench.diagnose import Diagnosis, diagnose
 from llm_bench.errors import BenchError
-from llm_bench.evidence import SUREST, Case, Finding, related
+from llm_bench.evidence import SERVERS, SUREST, Case, Finding, related
 from llm_bench.results import Measured, Run
-from llm_bench.server_metrics import METRICS_OF, Figure, Figures
+from llm_bench.server_metrics import Figure, Figures
+from llm_bench.server_names import METRICS_OF
 from llm_bench.words import number
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
@@ -37,7 +38,7 @@ def diagnosed(run: Run) -> list[Diagnosed]:
 
 
 def _case(run: Run, m: Measured) -> tuple[Case, list[str]]:
-    urls = str((m.cell.header.get("target") or {}).get("url") or "").count("|") + 1
+    urls = str((m.cell.header.get("target") or {}).get("url") or "").split("|")
     case = Case(m.name, m.target, m.load, m.cell, m.window, m.end, urls=urls)
     path = scrape.path_of(run.path, m.name)
     if not path.is_file():
@@ -104,6 +105,16 @@ def _block(of: list[Diagnosed]) -> Block:
     return Block(head, time, figures, _counted(of, runs), findings, _rest([one.diagnosis for one in of]))
 
 
+def works(cells: Sequence[Diagnosed]) -> list[str]:
+    """Which kind of workload each target was asked to do, and what that means for the choice of server."""
+    found: dict[str, list[str]] = {}
+    for case in (of.diagnosis.case for of in cells):
+        if case.ok.any():
+            targets = found.setdefault(SERVERS[case.work], [])
+            targets += [case.target] if case.target not in targets else []
+    return [f"workload of {', '.join(targets)}: {meaning}" for meaning, targets in found.items()]
+
+
 def _counted(of: Sequence[Diagnosed], runs: int) -> list[str]:
     """What was said of the scrapes, once; of repeats only what went wrong differs by more than its counts."""
     said = Counter(line for one in of for line in dict.fromkeys(one.scraped))
@@ -114,7 +125,7 @@ def _counted(of: Sequence[Diagnosed], runs: int) -> list[str]:
 
 def text(run: Run, cells: Sequence[Diagnosed]) -> str:
     """For a terminal."""
-    lines = [f"run {printable.clean(run.path.name)}"]
+    lines = [f"run {printable.clean(run.path.name)}", *works(cells)]
     for of in blocks(cells):
         lines += ["", of.head, *(f"  {line}" for line in (*of.time, *of.figures))]
         lines += [f"  scraped: {line}" for line in of.scraped]
@@ -126,7 +137,8 @@ def text(run: Run, cells: Sequence[Diagnosed]) -> str:
 
 
 def markdown(run: Run, cells: Sequence[Diagnosed]) -> str:
-    lines = [f"# Diagnosis of {grid.escaped(printable.clean(run.path.name))}"]
+    lines = [f"# Diagnosis of {grid.escaped(printable.clean(run.path.name))}", ""]
+    lines += [f"- {line}" for line in works(cells)]
     for of in blocks(cells):
         lines += ["", f"## {of.head}", ""]
         lines += [f"- {line}" for line in (*of.time, *of.figures)]
@@ -181,13 +193,13 @@ def _ms(value: float | None) -> str:
 
 
 def _figures(case: Case) -> list[str]:
-    """What was scraped in the window, under canonical names."""
-    lines = []
+    """What each URL did by the records, and what was scraped in the window, under canonical names."""
+    lines = [diagnose_replicas.text(of) for of in diagnose_replicas.of_urls(case)]
     for figures in (case.server, case.host, case.gpu):
         shown = [_figure(name, of, figures) for name, of in figures.of.items()] if figures else []
         if shown:
             lines.append(", ".join(shown))
-    return lines
+    return [*lines, case.energy.text] if case.energy else lines
 
 
 _OF_ONE = {
@@ -203,6 +215,10 @@ def _figure(metric: str, of: Figure, figures: Figures) -> str:
     if of.value is None:
         return f"{name} –"
     resets = " (server started anew)" if of.resets else ""
+    if unit == "bytes":
+        return f"{name} {of.value / 2**30:.3g} GiB"
+    if kind == "counter" and unit == "s":
+        return f"{name} {number(of.value / figures.seconds, '')} cores"
     if kind == "counter":
         return f"{name} {number(of.value, unit)}{words}, {number(of.value / figures.seconds, '')}{words}/s{resets}"
     most = f", at most {number(of.most, unit)}" if kind == "gauge" and of.most != of.value else ""
@@ -241,9 +257,12 @@ def _document(of: Diagnosed) -> dict[str, Any]:
         "target": case.target,
         "load": case.load,
         "state": case.window.state,
+        "work": case.work,
         "time": time,
         "scraped": of.scraped,
         "every_s": case.every_s,
+        "energy": case.energy and {**case.energy._asdict(), "watts": case.energy.watts},
+        "urls": [of._asdict() for of in diagnose_replicas.of_urls(case)],
         "server": _values(case.replicas),
         "host": _values({"host": case.host} if case.host else {}),
         "gpu": _values({"gpu": case.gpu} if case.gpu else {}),

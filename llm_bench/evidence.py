@@ -11,14 +11,37 @@ import numpy as np
 from llm_bench import metrics
 from llm_bench.columns import Cell
 from llm_bench.decompose import Decomposition, decompose
+from llm_bench.dialects import DIALECTS
+from llm_bench.energy import Energy, spent
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
 from llm_bench.server_metrics import Figures, total
 from llm_bench.windows import Window
 
 LEAST_FLUSHES = 30
+LEAST_BINS = 10  # of anything, before its spread says something
+
+LEAST_TOKENS = 1.5  # of a mean answer, under which a run was one pass a request, and no decoding
 
 Sure = Literal["sure", "likely", "possible"]
 SUREST: tuple[Sure, ...] = ("sure", "likely", "possible")
+
+
+Work = Literal["decoding", "single pass", "unknown"]
+# What a kind of work means for the choice of server.
+SERVERS: dict[Work, str] = {
+    "decoding": (
+        "LLM decoding: answers grow token by token and hold KV memory while they do. A server with continuous "
+        "batching and a paged cache fits (vLLM, SGLang, TensorRT-LLM, TGI, llama.cpp)"
+    ),
+    "single pass": (
+        "single pass: one result a request, nothing is decoded. A server that gathers batches for some milliseconds "
+        "fits (Triton, TorchServe, MLServer); KV memory plays no part"
+    ),
+    "unknown": (
+        "answers came whole and do not say how many tokens they have: LLM decoding and a single pass look alike. "
+        "Stream them, or ask the server for usage"
+    ),
+}
 
 
 class Finding(NamedTuple):
@@ -43,7 +66,7 @@ class Case:
     replicas: Mapping[str, Figures] = field(default_factory=dict)  # metrics URL -> what it said
     host: Figures | None = None
     gpu: Figures | None = None
-    urls: int = 1  # of the target
+    urls: Sequence[str] = ()  # of the target, as its records count them
     every_s: float | None = None  # of the scrapes
     siblings: Sequence["Case"] = ()  # the other cells of the target
 
@@ -64,6 +87,15 @@ class Case:
         """Of the ok requests due in the window, those that have one."""
         found = SERIES[series].of(self.cell, NOTHING).values[self.ok]
         return np.asarray(found[~np.isnan(found)])
+
+    @cached_property
+    def work(self) -> Work:
+        return work_of(self.cell, self.window)
+
+    @cached_property
+    def energy(self) -> Energy | None:
+        """Of this machine's GPUs."""
+        return spent(self.cell, self.window, self.gpu)
 
     def metric(self, name: str) -> float | None:
         return metrics.compute(name, self.cell, self.window).value
@@ -90,6 +122,24 @@ class Case:
     def prompt_tokens(self) -> np.ndarray:
         """Of every request, as the server counted them, else as planned; -1 where neither is known."""
         return np.asarray(np.where(self.cell["tokens_in"] >= 0, self.cell["tokens_in"], self.cell["planned_in"]))
+
+
+def work_of(cell: Cell, window: Window) -> Work:
+    """What the ok requests due in a window were to the server, by how their answers came.
+
+    Text that came whole without a count may be of any number of tokens; an answer without text or tokens, as
+    embeddings and scores are, is one pass.
+    """
+    ok = due_in(cell, window) & outcome_in(cell, "ok")
+    if not ok.any():
+        return "unknown"
+    tokens = cell["tokens_out"][ok]
+    said = tokens[tokens >= 0]
+    if (cell.counts[ok] > 1).any() or (len(said) and said.mean() >= LEAST_TOKENS):
+        return "decoding"
+    dialect = DIALECTS.get(str((cell.header.get("target") or {}).get("api")))
+    passes = dialect is not None and dialect.comes.single_pass
+    return "single pass" if len(said) or passes or not cell["text_bytes"][ok].any() else "unknown"
 
 
 def related(cases: Sequence[Case]) -> list[Case]:

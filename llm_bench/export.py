@@ -149,6 +149,7 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
         "attempts": sheet.attempts and sheet.attempts._asdict(),
         "little": sheet.little._asdict(),
         "sending": sheet.sending and sheet.sending._asdict(),
+        "energy": sheet.energy and sheet.energy._asdict(),
         "reconnected": sheet.reconnected[0],
         "client_limited": sheet.client_limited,
         "listed": m.listed,

@@ -53,6 +53,11 @@ def section(hw: Hardware, held: Resident | None, tokens: float | None) -> tuple[
     return Section("kv_memory", "KV memory of one replica", figures, [table] if rows else [], notes), sequences
 
 
+def tokens(hw: Hardware) -> float:
+    """That the cache holds, each of its own: 0 where the weights leave nothing."""
+    return kv_cache.fits(hw.memory, _token_bytes(hw) * hw.copies)
+
+
 def _token_bytes(hw: Hardware) -> float:
     if hw.shape is not None:
         return kv_cache.bytes_per_token(hw.shape, hw.kv_bytes)

@@ -1,6 +1,7 @@
 """A server that answers at once, or at known times: what is measured against it is the client itself.
 
     python -m llm_bench.null_target --port 0 --ttft-ms 50 --itl-ms 20 --truth truth.jsonl
+    python -m llm_bench.null_target --servers 16 --service lognormal --service-ms 80     # a queue whose theory is known
 
 OpenAI chat and plain completions, streamed or not. With both times 0 an answer is one write. `--truth` gets a JSON line
 for each answer, stamps of CLOCK_MONOTONIC: `request_id`, `read_ns` (the request's last byte was read), `write_ns` (one
@@ -9,10 +10,13 @@ a token event, taken just before its write).
 
 import argparse
 import asyncio
+import heapq
+import math
 import os
+import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -40,6 +44,37 @@ class Times:
     ttft_ns: int = 0
     itl_ns: int = 0
     tokens_per_event: int = 1
+
+
+def _lognormal(draw: random.Random) -> float:
+    return draw.lognormvariate(-math.log(2) / 2, math.sqrt(math.log(2)))
+
+
+# How long a request is served, with mean 1; the lognormal has a coefficient of variation of 1.
+SERVICES: dict[str, Callable[[random.Random], float]] = {
+    "exponential": lambda draw: draw.expovariate(1.0),
+    "constant": lambda _: 1.0,
+    "lognormal": _lognormal,
+}
+
+
+class Queue:
+    """Servers that each take one request at a time, first come, first served, for a time drawn anew for each.
+
+    Begin and end are known as soon as a request is read: nobody overtakes, and one whose client leaves is served all
+    the same. So no lateness of a timer is ever passed on to the next.
+    """
+
+    def __init__(self, servers: int, service: str, mean_ns: int, seed: int) -> None:
+        self._free_ns = [0] * servers
+        self._draw, self._of, self._mean_ns = random.Random(seed), SERVICES[service], mean_ns
+
+    def place(self, read_ns: int) -> tuple[int, int]:
+        """When the service of a request begins and ends."""
+        begin_ns = max(read_ns, self._free_ns[0])
+        end_ns = begin_ns + round(self._of(self._draw) * self._mean_ns)
+        heapq.heapreplace(self._free_ns, end_ns)
+        return begin_ns, end_ns
 
 
 def _event(route: str, delta: dict[str, Any], text: str | None, finish_reason: str | None) -> bytes:
@@ -73,11 +108,23 @@ def _words(value: Any) -> int:
 class NullTarget:
     """What all connections share: times, truth, events made once. Needs a running loop."""
 
-    def __init__(self, times: Times, truth: IO[bytes] | None = None) -> None:
-        self.times = times
+    def __init__(self, times: Times, truth: IO[bytes] | None = None, queue: Queue | None = None) -> None:
+        self._times, self._queue = times, queue
         self.truth = truth
         self.timer = Timer()
         self._events: dict[tuple[str, int], bytes] = {}
+
+    def times_of(self, read_ns: int, tokens: int) -> Times:
+        """Of the next answer: as given or, from a queue, first event after its wait, last at the end of its service."""
+        times = self._times
+        if self._queue is None:
+            return times
+        begin_ns, end_ns = self._queue.place(read_ns)
+        more = -(-tokens // times.tokens_per_event) - 1
+        if not more:
+            return Times(end_ns - read_ns, 0, times.tokens_per_event)
+        first_ns = begin_ns - read_ns + times.ttft_ns
+        return Times(first_ns, max(end_ns - read_ns - first_ns, 0) // more, times.tokens_per_event)
 
     def token_event(self, route: str, tokens: int) -> bytes:
         """The event that bears this many tokens; made once."""
@@ -157,9 +204,11 @@ class _Peer(asyncio.Protocol):
             return
         self._answering = True
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        times = self._target.times_of(read_ns, tokens)
         if asked.get("stream"):
             include_usage = (asked.get("stream_options") or {}).get("include_usage", False)
-            _Stream(self, route, tokens, _usage(prompt_tokens, tokens) if include_usage else None, request_id, read_ns)
+            usage = _usage(prompt_tokens, tokens) if include_usage else None
+            _Stream(self, route, tokens, times, usage, request_id, read_ns)
             return
         text = _WORD * tokens
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
@@ -167,7 +216,6 @@ class _Peer(asyncio.Protocol):
         kind = "chat.completion" if route == "chat" else "text_completion"
         answer = {"id": "null-0", "object": kind, "created": 0, "model": "null", "choices": [choice]}
         answer["usage"] = _usage(prompt_tokens, tokens)
-        times = self._target.times
         events = -(-tokens // times.tokens_per_event)
         due_ns = read_ns + times.ttft_ns + (events - 1) * times.itl_ns
 
@@ -210,11 +258,18 @@ class _Stream:
     """One streamed answer: event k leaves at read + ttft + k * itl, never earlier; a client that leaves ends it."""
 
     def __init__(
-        self, peer: _Peer, route: str, tokens: int, usage: dict[str, int] | None, request_id: str, read_ns: int
+        self,
+        peer: _Peer,
+        route: str,
+        tokens: int,
+        times: Times,
+        usage: dict[str, int] | None,
+        request_id: str,
+        read_ns: int,
     ) -> None:
         self._peer, self._route, self._request_id, self._read_ns = peer, route, request_id, read_ns
         target = peer._target
-        self._timer, self._times = target.timer, target.times
+        self._timer, self._times = target.timer, times
         self._token_event = target.token_event
         self._left = tokens
         self._write_ns: list[int] = []
@@ -258,7 +313,7 @@ _GETS = {
 }
 
 
-async def _main(port: int, times: Times, truth: IO[bytes] | None, exit_with_stdin: bool) -> None:
+async def _main(port: int, target: Callable[[], NullTarget], exit_with_stdin: bool) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -266,7 +321,7 @@ async def _main(port: int, times: Times, truth: IO[bytes] | None, exit_with_stdi
     if exit_with_stdin:
         fd = sys.stdin.fileno()
         loop.add_reader(fd, lambda: None if os.read(fd, 4096) else ended.set())
-    server = await NullTarget(times, truth).serve(port)
+    server = await target().serve(port)
     print(f'{{"listening": "http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"}}', flush=True)
     await ended.wait()
     server.close()
@@ -278,16 +333,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ttft-ms", type=float, default=0.0, help="from the request's last byte to the first token")
     parser.add_argument("--itl-ms", type=float, default=0.0, help="between token events")
     parser.add_argument("--tokens-per-event", type=int, default=1)
+    parser.add_argument(
+        "--servers", type=int, default=0, help="serve from a queue, so many requests at a time; 0: none"
+    )
+    parser.add_argument("--service", choices=SERVICES, default="exponential", help="how long one is served")
+    parser.add_argument("--service-ms", type=float, default=10.0, help="mean of that; the last token leaves at its end")
+    parser.add_argument("--seed", type=int, default=0, help="of the services")
     parser.add_argument("--truth", type=Path, help="a JSON line for each answer: what left when")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when stdin is closed")
     asked = parser.parse_args(arguments)
     if min(asked.ttft_ms, asked.itl_ms) < 0 or asked.tokens_per_event < 1:
         parser.error("times of at least 0 and one token an event or more would be right")
+    if asked.servers < 0 or asked.service_ms <= 0:
+        parser.error("--servers of at least 0 and a --service-ms above 0 would be right")
     times = Times(round(asked.ttft_ms * 1e6), round(asked.itl_ms * 1e6), asked.tokens_per_event)
     raise_file_limit(1 << 20, strict=False)  # a client kept waiting for want of one would look slow
+    mean_ns = round(asked.service_ms * 1e6)
+    queue = Queue(asked.servers, asked.service, mean_ns, asked.seed) if asked.servers else None
     truth = asked.truth.open("wb") if asked.truth else None
     try:
-        clock.run(_main(asked.port, times, truth, asked.exit_with_stdin))
+        clock.run(_main(asked.port, lambda: NullTarget(times, truth, queue), asked.exit_with_stdin))
     finally:
         if truth:
             truth.close()

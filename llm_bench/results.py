@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import as_tools, metrics, objectives, outcomes, printable, records, scrape, shapes, windows
+from llm_bench import as_tools, energy, metrics, objectives, outcomes, printable, records, scrape, shapes, windows
 from llm_bench.as_tools import Table
 from llm_bench.client import CLIENT_LIMITED
 from llm_bench.columns import Cell
 from llm_bench.doubts import Doubt, doubts
+from llm_bench.energy import Energy
 from llm_bench.errors import BenchError
 from llm_bench.facts import EITHER_WAY, NO_END, stopped
 from llm_bench.identities import Little, counter_mismatch, little
@@ -164,6 +165,7 @@ class Sheet(NamedTuple):
     little: Little
     sending: Sending | None
     in_flight: str  # at the client and at the server, in words
+    energy: Energy | None  # of this machine's GPUs, where they were read
     reconnected: tuple[int, int]  # attempted requests due in the window: those that reopened a connection, and all
     doubts: list[Doubt]
     judged: list[Judged]  # each limit of the SLO
@@ -200,6 +202,7 @@ def _sheet(run: Run, m: Measured, asked: Asked) -> Sheet:
         little=law,
         sending=sending(cell, window),
         in_flight=in_flight(cell, law, _servers(m)) if cell.n else "",
+        energy=energy.of(cell, window, m.scraped),
         reconnected=(int((tried & (cell["reconnects"] > 0)).sum()), int(tried.sum())),
         doubts=doubts_,
         judged=objectives.judge(cell, window, asked.slo, client_limited=limited),

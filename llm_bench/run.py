@@ -11,7 +11,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import arms, bodies, doctor, pairs, plan, probe, prompts, scrape, selection, targets, ticks, trace
+from llm_bench import (
+    arms,
+    bodies,
+    doctor,
+    pairs,
+    plan,
+    probe,
+    prompts,
+    scrape,
+    scrape_machine,
+    selection,
+    targets,
+    ticks,
+    trace,
+)
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
@@ -152,6 +166,8 @@ def read(job: Job, options: Options, say: Say) -> tuple[Trace, dict[str, prompts
             raise BenchError(f"--slo: a limit of class {name!r}; the trace has {', '.join(there) or 'no classes'}")
     for target in job.targets:
         scrape.metrics_urls(target.metrics or options.metrics_url, target)  # refused now, not at the first cell
+    if options.gpu:
+        scrape_machine.gpu_reader()
     for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
         say(f"trace: {note}")
     return rows, exact

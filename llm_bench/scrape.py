@@ -2,8 +2,7 @@
 
 A process of its own, so that no stamp of the run waits for the parsing of a page; on the run's clock. What it reads is
 in `NAME.scrape.jsonl` at once, a line a scrape with what has changed since the line before; a torn last line is left
-out. Its own cost is the last line. With `gpu`, NVML's figures of every GPU of this machine (nvidia-ml-py, `gpu` extra;
-not tried on a real GPU yet); of a server on this machine, its processes' CPU time and memory, from /proc.
+out. Its own cost is the last line. Beside pages it reads this machine (`scrape_machine`).
 """
 
 import http.client
@@ -25,9 +24,10 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from llm_bench import server_metrics, targets
+from llm_bench import server_metrics, server_names, targets
 from llm_bench.clock import now_ns
 from llm_bench.errors import BenchError
+from llm_bench.scrape_machine import gpu_reader, host_reader
 from llm_bench.server_metrics import Figures, Point, Values, figures
 from llm_bench.targets import Target
 
@@ -153,7 +153,7 @@ def main() -> None:
     for url, headers in zip(work["urls"], work["headers"], strict=True):
         sources.append((url, _page_of(url, headers, work)))
     if os.path.exists("/proc/stat"):  # noqa: PTH110
-        sources.append((HOST, _host_of(work["server"])))
+        sources.append((HOST, host_reader(work["server"])))
     errors: dict[str, str] = {}
     if work["gpu"]:
         try:
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def _servers() -> list[str]:
-    return list(dict.fromkeys(server for metric in server_metrics.METRICS_OF.values() for server in metric.names))
+    return list(dict.fromkeys(server for metric in server_names.METRICS_OF.values() for server in metric.names))
 
 
 class _Log:
@@ -227,7 +227,8 @@ class _Scraper:
         try:
             found = self._read()
         except (OSError, http.client.HTTPException, ValueError) as e:
-            error = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
+            # A ValueError's words are ours; the others' need their kind: a time-out has no words at all.
+            error = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}".removesuffix(": ")
         line: dict[str, Any] = {"k": self._number, "at": asked_ns, "took": now_ns() - asked_ns}
         self.scrapes += 1
         if error:
@@ -279,98 +280,6 @@ def _page_of(url: str, headers: Sequence[tuple[str, str]], work: Mapping[str, An
         if status != http.HTTPStatus.OK:
             raise ValueError(f"HTTP {status}, expected 200 and Prometheus text")
         return server_metrics.read(page)
-
-    return read
-
-
-# ---- this machine
-
-
-def _host_of(port: int) -> Callable[[], Values]:
-    """CPU time of the machine and, where a server listens on `port` of its loopback, of its processes. Linux alone."""
-    tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    listeners = listening(port) if port else []
-
-    def read() -> Values:
-        user, nice, system, _, _, irq, soft, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
-        found = {"host:cpu_s": (user + nice + system + irq + soft) * tick_s}
-        if listeners:
-            cpu, pages = 0, 0
-            for stat in _with_children(listeners):
-                # 14 utime, 15 stime, 16 and 17 those of children that have ended, 24 rss; counted from 1.
-                cpu += sum(map(int, stat[11:15]))
-                pages += int(stat[21])
-            found |= {"host:server_cpu_s": cpu * tick_s, "host:server_rss_bytes": float(pages * page_bytes)}
-        return found
-
-    return read
-
-
-def listening(port: int) -> list[int]:
-    """The processes of ours that listen on a TCP port of this machine; none where they are another user's."""
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with suppress(OSError):
-            for row in Path(table).read_text().splitlines()[1:]:
-                fields = row.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # 0A: listening
-                    sockets.add(f"socket:[{fields[9]}]")
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is not ours
-            if any(os.readlink(fd) in sockets for fd in (folder / "fd").iterdir()):  # noqa: PTH115
-                found.append(int(folder.name))
-    return found
-
-
-def _with_children(roots: Sequence[int]) -> list[list[str]]:
-    """/proc/PID/stat of the processes and all that they have started, from the third field on."""
-    stats: dict[int, list[str]] = {}
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()  # a name may hold blanks
-            stats[int(folder.name)] = fields
-            children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found: dict[int, list[str]] = {}
-    left = list(roots)
-    while left:
-        pid = left.pop()
-        if pid in stats and pid not in found:
-            found[pid] = stats[pid]
-            left += children.get(pid, [])
-    return list(found.values())
-
-
-def gpu_reader() -> Callable[[], Values]:
-    """NVML's figures of every GPU of this machine. Raises BenchError without nvidia-ml-py, a driver or a GPU."""
-    try:
-        import pynvml
-    except ImportError:
-        raise BenchError("--gpu needs nvidia-ml-py: in the project's folder, pip install '.[gpu]'") from None
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError as e:
-        raise BenchError(f"--gpu: NVML: {e}; expected an NVIDIA driver on this machine") from None
-    if not handles:
-        raise BenchError("--gpu: NVML finds no GPU on this machine")
-
-    def read() -> Values:
-        found: Values = {}
-        for number, handle in enumerate(handles):
-            labels = f'{{gpu="{number}"}}'
-            try:
-                busy, memory = pynvml.nvmlDeviceGetUtilizationRates(handle), pynvml.nvmlDeviceGetMemoryInfo(handle)
-                found[f"nvml:busy{labels}"] = busy.gpu / 100
-                found[f"nvml:memory_busy{labels}"] = busy.memory / 100
-                found[f"nvml:memory_used{labels}"] = memory.used / memory.total
-                with suppress(pynvml.NVMLError):  # older GPUs do not count it
-                    found[f"nvml:energy_j{labels}"] = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-            except pynvml.NVMLError as e:
-                raise ValueError(f"NVML: {e}") from None
-        return found
 
     return read
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import arms, doubts, objectives, plan, probe, records, run, search, windows
+from llm_bench import arms, doubts, objectives, plan, probe, records, run, scrape_machine, search, windows
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options
@@ -21,7 +21,9 @@ from llm_bench.objectives import Slo
 from llm_bench.plan import Load
 from llm_bench.request import Request
 from llm_bench.run import Arm, Ended, Job
-from llm_bench.search import Answer, By, Plan, Probe, Result, Seen
+from llm_bench.search import Answer, By, Plan, Probe, Result
+from llm_bench.search_backlog import Backlog
+from llm_bench.search_evidence import Seen, seen
 from llm_bench.search_report import so_far
 
 RECOVERED, RECOVERED_MS = 1.5, 20.0  # times what a request took alone at first, and ms more: the server is idle again
@@ -65,6 +67,8 @@ def find(job: Job, options: Options, asked: Search, say: Say, live: Say) -> tupl
     Raises BenchError where what is asked for cannot be right, or where the budget is too small for a first cell.
     """
     options = replace(options, slo=asked.agreed.text, loop_trace=True, requests=None, duration_s=None)
+    if options.gpu:
+        scrape_machine.gpu_reader()  # refused now, not at the first cell
     rows, exact = run.read(job, options, say)
     private = {target.name: target.headers for target in job.targets}
     results: list[Result] = []
@@ -136,7 +140,7 @@ class _Searched:
 
         watch = None
         if load.rate is not None and (cell.due_ns != plan.NEVER).all():  # when later turns are due, none can know
-            watch = search.Backlog(cell.due_ns, load.max_in_flight)
+            watch = Backlog(cell.due_ns, load.max_in_flight)
         gone = ""
         end = run.one(cell, arm, book, say, shown, self._job.workers, watch)
         if end["reason"] not in ("interrupted", "target gone") and not end["reason"].startswith("worker "):
@@ -186,7 +190,7 @@ class _Searched:
         window = windows.of(cell, end)
         limited = any(d.kind in CLIENT_LIMITED for d in doubts.doubts(cell, window, (), (), end))
         load = cell.header["load"]
-        return search.seen(
+        return seen(
             name,
             float(load["concurrency"] if self._asked.by == "concurrency" else load["rate"]),
             cell,

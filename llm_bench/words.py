@@ -85,7 +85,8 @@ def remarks(sheet: Sheet) -> list[str]:
     w = sheet.measured.window
     steady = [f"{w.state}: {w.evidence}"] if w.state == windows.STATIONARY else []  # the other states have a doubt
     lines = [edges(sheet.measured), *steady, *([sheet.little.text] if sheet.little.rate else [])]
-    lines += [line for line in (sheet.sending and sheet.sending.text, sheet.in_flight) if line]
+    said = (sheet.sending and sheet.sending.text, sheet.in_flight, sheet.energy and sheet.energy.text)
+    lines += [line for line in said if line]
     lines += _of_figures(sheet.values)
     lines += [line for name, of in sheet.by_class.items() if (line := _interference(name, of))]
     whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]

@@ -182,6 +182,13 @@ def test_a_sweep_by_hand(measured):
     assert "LLM decoding" in str(loads.figures[0].how)
 
 
+def test_of_a_target_with_several_urls_it_is_said_what_one_replica_is(tmp_path, measured):
+    cells = {"000-a-c=4": (slots(400, 4, 100, 20), closed(4))}
+    run = run_of(tmp_path / "r", cells, target={"name": "a", "url": "http://x/v1|http://y/v1", "api": "openai-chat"})
+    assert "called one replica below is all 2 together" in notes(capacity_plan.plan([run], Ask(SLO)), "loads")
+    assert "together" not in notes(capacity_plan.plan([measured], Ask(SLO)), "loads")
+
+
 def test_no_proven_load_no_number_of_replicas(measured):
     sections = capacity_plan.plan([measured], Ask(parse("ttft_p95<1ms"), demand=Demand(100)))
     assert figures(sections, "within_slo")["rate_within_slo"] is None
@@ -248,6 +255,26 @@ def test_curves_are_said_with_their_intervals_and_refused_past_twice_the_load(tm
     assert values["mean TTFT", 64.0] == pytest.approx(0.16, rel=0.03)
     with pytest.raises(BenchError, match="load 65 is refused"):
         capacity_plan.plan([run], Ask(at_loads=(65.0,)))
+
+
+def test_a_run_of_single_passes_has_a_ceiling_of_answers_and_a_cost_an_answer(tmp_path):
+    def loop(slots_: int, stay: float) -> list[Any]:
+        starts = [(i // slots_ * stay + i % slots_ * stay / slots_) for i in range(400)]
+        return [record(i, at, end=at + stay, tokens_out=-1, text_bytes=0) for i, at in enumerate(starts)]
+
+    cells = {"000-a-c=4": (loop(4, 100), closed(4)), "001-a-c=8": (loop(8, 195), closed(8))}
+    run = run_of(tmp_path / "r", cells)
+    ask = Ask(parse("e2e_p95<300ms,error_rate<5%"), demand=Demand(50), prices=Prices(1, 3.6), money="$")
+    sections = capacity_plan.plan([run], ask)
+    assert figures(sections, "ceilings")["pass_rate"] == pytest.approx(41, rel=0.02)
+    assert figures(sections, "ceilings")["sustainable"] == pytest.approx(0.7 * 41, rel=0.02)
+    text = " ".join(capacity_report.render(sections, "terminal").split())
+    assert "single pass: one result a request, nothing is decoded" in text
+    assert "(Triton, TorchServe, MLServer)" in text
+    assert "saturated: from c=4 to c=8" in text
+    cost = figures(sections, "cost")  # two replicas: 7.20 an hour, for 50 answers a second
+    assert (cost["per_hour"], cost["per_million"]) == (7.2, None)
+    assert cost["per_request"] == pytest.approx(7.2 / (50 * 3600))
 
 
 # ---- limits, or none

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llm_bench import capacity, carried, results
 from llm_bench.carried import Bracket, Busiest, Carried, Judgement, Resident, brackets, busiest, evidence, resident
 from llm_bench.client import CLIENT_CHECKS
+from llm_bench.evidence import SERVERS, work_of
 from llm_bench.objectives import NO_SLO, parse
 from llm_bench.records import Record, Writer
 from llm_bench.results import Run
@@ -71,7 +72,7 @@ def cell_of(
         "state": "stationary", "verdict": verdict, "why": "", "offered": None if kind == "closed" else rate,
         "served": rate, "rate": rate, "goodput": rate, "met_share": 1.0, "tokens_per_second": 50.0, "tokens_out": 5.0,
         "tokens_in": 100.0, "cached_share": None, "stay_s": 0.1, "window_s": 10.0, "in_flight": 1.0, "steady": True,
-        "ttft_s": None, "tpot_s": None, "wasted": 0.0, "little": "", "doubts": (), "single_pass": False,
+        "ttft_s": None, "tpot_s": None, "wasted": 0.0, "little": "", "doubts": (), "work": "decoding",
     }  # fmt: skip
     return Carried(**(given | parts))
 
@@ -87,7 +88,7 @@ def test_cells_carry_what_their_records_say(tmp_path):
     assert [c.in_flight for c in (two, four, eight)] == pytest.approx([2, 4, 8], rel=0.02)
     assert (four.tokens_out, four.tokens_in, four.stay_s) == (5, 100, pytest.approx(0.1))
     assert (four.ttft_s, four.tpot_s) == (pytest.approx(0.02), pytest.approx(0.02))
-    assert (four.met_share, eight.met_share, four.wasted, four.single_pass) == (1, 0, 0, False)
+    assert (four.met_share, eight.met_share, four.wasted, four.work) == (1, 0, 0, "decoding")
     assert four.goodput == pytest.approx(40, rel=0.02)
     assert "Little" in four.little
 
@@ -165,7 +166,25 @@ def test_one_token_a_request_is_a_single_pass(tmp_path):
     rows = [record(i, 10 * i, events=[10 * i + 5]) for i in range(200)]
     load = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
     (one,) = evidence(run_of(tmp_path / "r", {"a": (rows, load)}), NO_SLO)
-    assert one.single_pass
+    assert one.work == "single pass"
+
+
+def whole(n: int = 200, **fields: Any) -> list[Record]:
+    """Answers that came in one piece, without a token-bearing event."""
+    return [record(i, 10 * i, end=10 * i + 5, **fields) for i in range(n)]
+
+
+@pytest.mark.parametrize(("rows", "work"), [
+    ([record(i, 10 * i, events=[10 * i + 5]) for i in range(200)], "single pass"),  # one token each
+    ([record(i, 10 * i, events=[10 * i + 2, 10 * i + 5], tokens_out=-1) for i in range(200)], "decoding"),
+    (whole(tokens_out=-1, text_bytes=0), "single pass"),  # embeddings: no token, no text
+    (whole(tokens_out=-1, text_bytes=900), "unknown"),  # text of any number of tokens
+    (whole(tokens_out=40, text_bytes=900), "decoding"),
+    (whole(outcome="failed"), "unknown"),
+])  # fmt: skip
+def test_what_a_request_was_to_the_server_is_told_by_its_answers(rows, work):
+    assert work_of(cell(rows), ALL) == work
+    assert SERVERS[work]
 
 
 # ---- brackets
@@ -244,6 +263,16 @@ def test_what_does_not_show_saturation_is_said_to_be_a_lower_bound(cells, said):
     assert isinstance(found, Busiest)
     assert not found.saturated
     assert said in found.text
+
+
+def test_of_single_passes_answers_are_what_is_made():
+    passes = {"work": "single pass", "tokens_per_second": None, "tokens_out": None}
+    found = busiest([cell_of(8, "MET", 300.0, **passes), cell_of(32, "MET", 310.0, **passes)])
+    assert isinstance(found, Busiest)
+    assert (found.saturated, found.cell.level) == (True, 32)
+    assert found.text == "saturated: from c=8 to c=32 it went from 300 to 310 answers/s"
+    unknown = busiest([cell_of(8, "MET", 300.0, **(passes | {"work": "unknown"}))])
+    assert unknown == "how many tokens its answers have is not known"
 
 
 def test_a_closed_loops_rate_is_planned_with_less_and_an_open_ones_as_it_is():
@@ -339,5 +368,4 @@ def test_littles_law_of_steady_arrivals_by_hand(tmp_path):
     assert (one.rate, one.stay_s) == (pytest.approx(2, rel=0.05), pytest.approx(3))
     assert one.in_flight == pytest.approx(6, rel=0.01)
     assert capacity.rate_of(64, one.stay_s or 0) == pytest.approx(21.333, abs=1e-3)
-    assert carried.LEAST_TOKENS > 1
     assert carried.IDLE_SLOTS in CLIENT_CHECKS

@@ -87,6 +87,17 @@ def test_a_run_to_the_end(run, model):
         assert shown(run, "--slo", "ttft_p95<100ms", "--format", format_)
 
 
+def test_what_would_have_no_effect_and_what_is_given_twice_is_refused(run, model):
+    assert "--accelerator without --model-config or --kv-bytes" in refused(run, "--accelerator", "H100")
+    assert "--memory-gib without --model-config or --kv-bytes" in refused(*WORKED, "--memory-gib", 24)
+    assert "given twice; expected each run once" in refused(run, run)
+
+
+def test_a_curve_that_was_asked_for_and_cannot_be_is_said(run):
+    assert "--at-load cannot be answered" in shown(run, "--at-load", 16)
+    assert "a curve needs" not in shown(run)
+
+
 def test_the_peak_is_given_or_of_a_trace(tmp_path):
     trace = tmp_path / "t.jsonl"
     times = [10.0 * i for i in range(13)] + [21.0, 22.0, 23.0, 24.0]

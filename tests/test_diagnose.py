@@ -14,7 +14,8 @@ from llm_bench import diagnose_report, results, scrape, targets, windows
 from llm_bench.columns import Cell
 from llm_bench.diagnose import CAUSES, RULES, Diagnosis, diagnose
 from llm_bench.evidence import Case, flushes, related
-from llm_bench.server_metrics import METRICS_OF, Figure, Figures
+from llm_bench.server_metrics import Figure, Figures
+from llm_bench.server_names import METRICS_OF
 from tests.bench import command, environment, rows, trace_file
 from tests.sample import START_NS, cell, closed_loop, header, ns, record
 
@@ -26,8 +27,9 @@ def stream(i: int, due: float, ttft: float = 50.0, tokens: int = 5, gap: float =
     return record(i, due, events=[due + ttft + gap * k for k in range(tokens)], asked_out=tokens, **fields)
 
 
-def healthy(n: int = 100, **parts: Any) -> Cell:
-    return cell([stream(i, 100 * i, **SERVER) for i in range(n)], **({"load": OPEN} | parts))
+def healthy(n: int = 100, url_index: int = 0, **parts: Any) -> Cell:
+    rows_ = [stream(i, 100 * i, url_index=url_index, **SERVER) for i in range(n)]
+    return cell(rows_, **({"load": OPEN} | parts))
 
 
 def scraped(**values: float | tuple[float, float]) -> Figures:
@@ -179,7 +181,7 @@ def warm() -> Case:
 
 def hot() -> Case:
     replicas = {f"http://{n}/metrics": scraped(**(CALM | {"generated_tokens": t})) for n, t in (("a", 900), ("b", 90))}
-    return case(healthy(), replicas=replicas, urls=2)
+    return case(healthy(), replicas=replicas, urls=("http://a", "http://b"))
 
 
 TROUBLE: dict[str, tuple[Callable[[], Case], str]] = {
@@ -310,6 +312,17 @@ def test_a_healthy_cell_has_no_finding_and_says_what_was_looked_for() -> None:
     }
 
 
+def test_single_passes_are_said_and_what_needs_streams_is_not_judged(tmp_path: Path) -> None:
+    passes = cell([record(i, 100 * i, end=100 * i + 40, tokens_out=-1, text_bytes=0) for i in range(100)], load=OPEN)
+    run_, found = repeated(tmp_path, passes)
+    assert found[0].diagnosis.findings == {}
+    assert found[0].diagnosis.unjudged["long prefills"] == "no stream of two token-bearing events"
+    assert "workload of a: single pass: one result a request" in diagnose_report.text(run_, found)
+    assert json.loads(diagnose_report.json_text(run_, found))["cells"][0]["work"] == "single pass"
+    mixed = diagnose_report.markdown(*repeated(tmp_path, healthy()))
+    assert "- workload of a: LLM decoding" in mixed
+
+
 def test_a_healthy_sweep_has_none() -> None:
     sweep = [
         case(closed_loop(200, n), {"running": (n, n)}, f"c={n}", gpu=GPU_FULL) for n in (4, 8, 16)
@@ -326,7 +339,7 @@ def test_long_prompts_that_hold_nobody_up_are_none() -> None:
 
 
 def test_without_a_scrape_what_needs_one_is_not_judged() -> None:
-    found = diagnose(case(healthy(), urls=2))
+    found = diagnose(case(healthy(url_index=-1), urls=("http://a", "http://b")))
     assert found.findings == {}
     assert "not scraped" in found.unjudged["small batches"]
     assert "records do not say which one answered" in found.unjudged["hot replica"]

@@ -1,6 +1,7 @@
 import asyncio
 import http.client
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llm_bench.clock import now_ns
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
 from llm_bench.http1 import events
+from llm_bench.null_target import SERVICES, NullTarget, Queue, Times
 from llm_bench.wire import Wire, run
 
 PATHS = {"chat": "/chat/completions", "text": "/completions"}
@@ -109,6 +112,52 @@ def test_events_leave_at_the_known_times_and_the_truth_says_when(tmp_path: Path,
     got = [ns for ns, data in events(exchange.read_ns, exchange.pieces).stamped if bears_token(data)]
     if stream:
         assert all(0 <= (r - w) / 1e6 < 15 for r, w in zip(got, line["write_ns"], strict=True))
+
+
+def test_a_queue_serves_first_come_first_served_by_hand() -> None:
+    queue = Queue(2, "constant", 100, seed=0)
+    assert [queue.place(at) for at in (0, 10, 20, 30, 500)] == [(0, 100), (10, 110), (100, 200), (110, 210), (500, 600)]
+
+
+@pytest.mark.parametrize(("service", "spread"), [("exponential", 1), ("constant", 0), ("lognormal", 1)])
+def test_services_have_the_mean_and_spread_they_are_said_to_have(service: str, spread: float) -> None:
+    draw = random.Random(3)
+    taken = np.array([SERVICES[service](draw) for _ in range(200_000)])
+    assert taken.mean() == pytest.approx(1, abs=0.01)
+    assert taken.std() == pytest.approx(spread, abs=0.03)
+
+
+def test_the_wait_is_in_the_first_token_and_the_last_leaves_when_the_service_ends() -> None:
+    async def made() -> list[Times]:
+        target = NullTarget(Times(ttft_ns=5), queue=Queue(1, "constant", 100, seed=0))
+        return [target.times_of(0, 6), target.times_of(10, 1), target.times_of(20, 2)]
+
+    # Services of 0 to 100, 100 to 200, 200 to 300; six tokens: five gaps between 5 and 100.
+    assert run(made()) == [Times(5, 19), Times(190, 0), Times(185, 95)]
+
+
+def test_two_that_come_together_are_served_after_each_other(tmp_path: Path) -> None:
+    async def main(url: str) -> list[Exchange]:
+        wire = wire_to(url)
+        got = await asyncio.gather(*(wire.send(payload(chat(2), str(i))) for i in range(2)))
+        wire.close()
+        return list(got)
+
+    truth = tmp_path / "truth.jsonl"
+    with null_target("--servers", "1", "--service", "constant", "--service-ms", "60", "--truth", str(truth)) as url:
+        got = run(main(url))
+    assert {e.ended for e in got} == {COMPLETE}
+    first, second = map(json.loads, truth.read_text().splitlines())
+    begun_ns = first["read_ns"]
+    for line, planned in ((first, (0, 60)), (second, (60, 120))):
+        offsets = [(at - begun_ns) / 1e6 for at in line["write_ns"]]
+        assert all(0 <= at - due < 15 for at, due in zip(offsets, planned, strict=True)), offsets
+
+
+def test_a_queue_that_cannot_be_is_refused() -> None:
+    asked = [sys.executable, "-m", "llm_bench.null_target", "--servers", "2", "--service-ms", "0"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (done.returncode, "--service-ms above 0" in done.stderr) == (2, True)
 
 
 def test_256_streams_at_once_are_all_complete_and_keep_their_pace() -> None:

@@ -13,7 +13,8 @@ import pytest
 from llm_bench import scrape
 from llm_bench.clock import now_ns
 from llm_bench.errors import BenchError
-from llm_bench.scrape import AUTO, Asked, beside, gpu_reader, listening, local_address, metrics_urls, path_of, read
+from llm_bench.scrape import AUTO, Asked, beside, local_address, metrics_urls, path_of, read
+from llm_bench.scrape_machine import gpu_reader, listening
 from llm_bench.targets import Target
 from tests.scripted import Scripted, Seen, http_response
 
@@ -64,7 +65,7 @@ def test_a_page_that_is_not_there_stops_the_run_before_it_begins(tmp_path: Path)
     with Scripted(lambda n, seen: [(0, http_response(404, b"{}"))]) as server:
         url = server.url + "/metrics"
         with (
-            pytest.raises(BenchError, match=r"target t: http://.*/v1/metrics: .*HTTP 404, expected 200"),
+            pytest.raises(BenchError, match=r"target t: http://\S*/v1/metrics: HTTP 404, expected 200"),
             beside(target(server.url), Asked(url, 1.0), tmp_path / "x.jsonl", print),
         ):
             raise AssertionError("the run began")
@@ -192,6 +193,12 @@ def test_the_servers_cpu_time_and_memory_are_read_where_it_is_local(tmp_path: Pa
 
 def test_nvml_is_read_under_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real library's calls and units, answered by hand: no GPU was tried."""
+
+    def energy_of(handle: int) -> int:
+        if handle:
+            raise RuntimeError("Not Supported")
+        return 5000
+
     stub = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
@@ -199,13 +206,16 @@ def test_nvml_is_read_under_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetHandleByIndex=lambda i: i,
         nvmlDeviceGetUtilizationRates=lambda i: SimpleNamespace(gpu=90 + i, memory=50),
         nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(used=20, total=80),
-        nvmlDeviceGetTotalEnergyConsumption=lambda i: 5000,
+        nvmlDeviceGetTotalEnergyConsumption=energy_of,
+        nvmlDeviceGetPowerUsage=lambda i: 350_000 + i,
     )
     monkeypatch.setitem(sys.modules, "pynvml", stub)
     found = gpu_reader()()
     assert found['nvml:busy{gpu="1"}'] == 0.91
     assert found['nvml:memory_used{gpu="0"}'] == 0.25
     assert found['nvml:energy_j{gpu="0"}'] == 5.0
+    assert 'nvml:energy_j{gpu="1"}' not in found  # that GPU does not count it, and its power is read all the same
+    assert found['nvml:power_w{gpu="1"}'] == 350.001
 
 
 def test_gpus_without_the_library_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import search_queues
-from llm_bench import objectives, search, search_report, windows
-from llm_bench.search import Answer, Backlog, Counts, Plan, Probe, Result, Seen, Span, Unknown
+from llm_bench import objectives, search, search_evidence, search_report, windows
+from llm_bench.search import Answer, Plan, Probe, Result
+from llm_bench.search_backlog import Backlog
+from llm_bench.search_evidence import Counts, Seen, Span, Unknown
 from tests import sample
 
 SLO = objectives.parse("ttft_p95<=700ms,error_rate<1%")
@@ -94,59 +96,61 @@ def test_scripted_attainments_are_undecided_and_more_is_asked_for_before_the_bra
 
 
 def test_a_proof_without_a_miss_takes_73_requests_at_95_percent_and_381_at_99():
-    assert search.least_requests(SLO.limits, guards=1) == 73
-    assert search.least_requests(SLO.limits) == 381
-    assert search.judge(SLO.limits[0], Counts(73, 73, 73)).verdict == "MET"
-    assert search.judge(SLO.limits[0], Counts(72, 72, 72)).verdict == "UNDECIDED"
+    assert search_evidence.least_requests(SLO.limits, guards=1) == 73
+    assert search_evidence.least_requests(SLO.limits) == 381
+    assert search_evidence.judge(SLO.limits[0], Counts(73, 73, 73)).verdict == "MET"
+    assert search_evidence.judge(SLO.limits[0], Counts(72, 72, 72)).verdict == "UNDECIDED"
 
 
 # ---- evidence
 
 
 def test_cells_of_one_load_are_judged_together():
-    assert search.pooled([Counts(90, 100, 50), Counts(95, 100, 50, 2)]) == Counts(
+    assert search_evidence.pooled([Counts(90, 100, 50), Counts(95, 100, 50, 2)]) == Counts(
         185, 200, pytest.approx(100, rel=0.01), 2
     )
     # Unlike cells: 400² / (100²/100 + 300²/30) is 51.6, and not 130.
-    pooled = search.pooled([Counts(100, 100, 100), Counts(300, 300, 30)])
+    pooled = search_evidence.pooled([Counts(100, 100, 100), Counts(300, 300, 30)])
     assert isinstance(pooled, Counts)
     assert pooled.ess == pytest.approx(160_000 / 3100)
-    assert search.pooled([Span(10.0, 8.0, 12.0, 50), Span(20.0, 18.0, 22.0, 50)]) == Span(
+    assert search_evidence.pooled([Span(10.0, 8.0, 12.0, 50), Span(20.0, 18.0, 22.0, 50)]) == Span(
         15.0, pytest.approx(15 - math.sqrt(2)), pytest.approx(15 + math.sqrt(2)), 100
     )
-    assert search.pooled([Unknown("none")]) == Unknown("none")
+    assert search_evidence.pooled([Unknown("none")]) == Unknown("none")
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.01, 1)), min_size=1, max_size=6))
 def test_pooled_cells_never_count_for_more_than_their_sum(cells):
     found = [Counts(n, n, share * n) for n, share in cells]
-    pooled = search.pooled(found)
+    pooled = search_evidence.pooled(found)
     assert isinstance(pooled, Counts)
     assert pooled.ess <= sum(c.ess for c in found) * (1 + 1e-9)
 
 
 def test_a_later_look_has_to_be_surer():
     once, again = Counts(80, 80, 80), Counts(126, 126, 126)
-    assert search.judge(SLO.limits[0], once).verdict == "MET"
-    assert search.judge(SLO.limits[0], once, again=True).verdict == "UNDECIDED"
-    assert search.judge(SLO.limits[0], again, again=True).verdict == "UNDECIDED"
-    assert search.judge(SLO.limits[0], Counts(127, 127, 127), again=True).verdict == "MET"  # 19 z², z = 2.576
+    assert search_evidence.judge(SLO.limits[0], once).verdict == "MET"
+    assert search_evidence.judge(SLO.limits[0], once, again=True).verdict == "UNDECIDED"
+    assert search_evidence.judge(SLO.limits[0], again, again=True).verdict == "UNDECIDED"
+    assert search_evidence.judge(SLO.limits[0], Counts(127, 127, 127), again=True).verdict == "MET"  # 19 z², z = 2.576
 
 
 def test_a_limit_that_was_not_asked_for_need_not_be_proven_but_must_not_be_missed():
     guard = SLO.limits[1]
-    assert search.judge(guard, Counts(100, 100, 100)).verdict == "UNDECIDED"
-    assert search.judge(guard, Counts(100, 100, 100), guard=True).verdict == "MET"
-    assert search.judge(guard, Counts(98, 100, 100), guard=True).verdict == "UNDECIDED"
-    assert search.judge(guard, Counts(80, 100, 100), guard=True).verdict == "MISSED"
+    assert search_evidence.judge(guard, Counts(100, 100, 100)).verdict == "UNDECIDED"
+    assert search_evidence.judge(guard, Counts(100, 100, 100), guard=True).verdict == "MET"
+    assert search_evidence.judge(guard, Counts(98, 100, 100), guard=True).verdict == "UNDECIDED"
+    assert search_evidence.judge(guard, Counts(80, 100, 100), guard=True).verdict == "MISSED"
 
 
 def test_figures_of_a_cell_are_judged_by_their_interval():
     limit = objectives.parse("tokens_per_second>100").limits[0]
-    assert search.judge(limit, Span(120, 110, 130, 10)).verdict == "MET"
-    assert search.judge(limit, Span(105, 95, 115, 10)).verdict == "UNDECIDED"
-    assert search.judge(limit, Span(105, 95, 115, 10)).needs == 40  # half of the half-width: four times as many
-    assert search.judge(limit, Span(90, 85, 95, 10)).verdict == "MISSED"
+    assert search_evidence.judge(limit, Span(120, 110, 130, 10)).verdict == "MET"
+    assert search_evidence.judge(limit, Span(105, 95, 115, 10)).verdict == "UNDECIDED"
+    assert (
+        search_evidence.judge(limit, Span(105, 95, 115, 10)).needs == 40
+    )  # half of the half-width: four times as many
+    assert search_evidence.judge(limit, Span(90, 85, 95, 10)).verdict == "MISSED"
 
 
 def test_a_cell_says_of_each_limit_how_many_met_it():
@@ -154,7 +158,7 @@ def test_a_cell_says_of_each_limit_how_many_met_it():
         sample.record(i, 100.0 * i, events=[100.0 * i + (50 if i % 10 else 900), 100.0 * i + 950]) for i in range(100)
     ]
     cell = sample.cell(rows)
-    seen = search.seen("c", 5.0, cell, windows.of(cell), SLO)
+    seen = search_evidence.seen("c", 5.0, cell, windows.of(cell), SLO)
     first, second = seen.evidence
     assert isinstance(first, Counts)
     assert (first.met, first.decided, seen.requests, seen.window) == (90, 100, 100, 100)
@@ -376,3 +380,16 @@ def test_every_format_says_the_bracket_and_its_evidence():
     document = search_report.document(results[0])
     assert (document["met"], document["undecided"], document["missed"]) == (8, [16], 32)
     assert document["not_asked_for"] == ["error_rate<1%"]
+
+
+def test_of_many_searches_it_is_counted_how_many_brackets_hold():
+    def found(met: float | None, missed: float | None) -> search_queues.Found:
+        ends = [None if load is None else _at(load) for load in (met, missed)]
+        return search_queues.Found(Answer(ends[0], (), ends[1], "budget", (), (), 0.0), 3, 100)
+
+    row = search_queues.row_of("q", 10.0, 1.0, [found(8, 16), found(11, 16), found(None, 12), found(8, None)])
+    assert (row.seeds, row.covered, row.open, row.resolved) == (4, 3, 2, 0)
+
+
+def _at(load: float) -> search.Point:
+    return search.Point(load, "MET", "", (), (), 0, 0, 0.0, True)

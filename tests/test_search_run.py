@@ -2,14 +2,17 @@
 
 import json
 import re
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from llm_bench import results, search_report, search_run, targets
 from llm_bench.cell import Options
+from llm_bench.cli import app
 from llm_bench.errors import BenchError
 from llm_bench.request import Request
 from llm_bench.run import Ended, Job
@@ -78,6 +81,35 @@ def test_a_server_with_five_places_is_found_and_every_cell_is_kept(tmp_path):
     assert run.missing == []
     assert run.agreed().text == "error_rate<5%"
     assert any("so far: met at 4" in line for line in lines)
+
+
+def test_what_the_server_says_is_scraped_beside_each_cell(tmp_path):
+    def answer(number: int, seen: Seen) -> object:
+        if seen.path.startswith("/metrics"):
+            return [(0, http_response(200, b"vllm:num_requests_running 2\n"))]
+        return served(number, seen)
+
+    served = llm_server(refusing(3))
+    with Scripted(answer) as server:  # type: ignore[arg-type]
+        given = ["--targets", f"t={server.url}", "--trace", trace_file(tmp_path, rows(50)), "--slo", "error_rate<5%"]
+        given += ["--by", "concurrency", "--requests", 120, "--max", 64, "--out", tmp_path / "run"]
+        given += ["--metrics-url", "auto", "--scrape-every", 0.1]
+        done = CliRunner().invoke(app, ["search", *map(str, given)])
+    assert done.exit_code in (0, 3), done.output
+    cells = results.load_run(tmp_path / "run").cells
+    assert len(cells) > 2
+    for m in cells:
+        assert m.scraped is not None
+        assert m.scraped.replicas[0].points[0].values == {"vllm:num_requests_running": 2.0}
+
+
+def test_gpus_that_cannot_be_read_are_refused_before_the_target_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with Scripted(llm_server(refusing(3))) as server:
+        job = Job(targets.parse(f"t={server.url}", tmp_path / "none.toml", {}), (), trace_file(tmp_path, rows(50)))
+        with pytest.raises(BenchError, match="--gpu needs nvidia-ml-py"):
+            search_run.find(job, Options(out=tmp_path / "run", gpu=True), asked("error_rate<5%"), quiet, quiet)
+        assert server.requests == []
 
 
 def test_no_two_cells_send_the_same_prompt(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_bench.server_metrics import METRICS_OF, WANTED, Figures, Point, bracket, figures, read, total
+from llm_bench.server_metrics import Figures, Point, bracket, figures, read, total
+from llm_bench.server_names import METRICS_OF, WANTED
 
 CAPTURES = Path(__file__).parents[2] / "shared" / "captures"
 S = 1_000_000_000

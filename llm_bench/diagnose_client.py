@@ -1,0 +1,92 @@
+"""What of a cell's time is this client's own, and what the way to the server takes."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from llm_bench import windows
+from llm_bench.client import BUSY, CLIENT_CHECKS, CLIENT_LIMITED, LATE, LIMITED, MAX_CPU_SHARE, STALLED
+from llm_bench.evidence import Case, Finding
+from llm_bench.facts import Facts
+
+HELD_BACK, LARGE = 0.05, 0.2  # of e2e (or the window), from which the client held a cell back at all, and much
+RTT_SHARE, RTT_MS = 0.25, 5.0  # of the median TTFT
+LINK_MBIT = 400.0  # received; a link of 1 Gbit/s carries little more than twice that
+
+
+def client_limited(case: Case) -> Finding | None:
+    """What this client's own part is of the whole time; of TTFT alone it is a doubt of the report, and no cause."""
+    facts = Facts(case.cell, case.window, (), (), case.end)
+    doubts = {kind: doubt for kind in CLIENT_LIMITED if (doubt := CLIENT_CHECKS[kind](facts))}
+    sizes = {kind: size for kind in doubts if (size := _SIZES[kind](case)) >= HELD_BACK}
+    if not sizes:
+        return None
+    worst = max(sizes, key=lambda kind: sizes[kind])
+    large = sizes[worst] >= LARGE
+    advice = doubts[worst].advice or "Use more --workers, or another machine"
+    rest = "before that believe no other finding" if large else "latencies are that much too high; other findings stand"
+    lag = case.parts.ms("client lag") if case.parts else None
+    share = f"; its lag is {lag / case.parts.e2e_ms:.0%} of e2e" if case.parts and lag and case.parts.e2e_ms else ""
+    return Finding(
+        "; ".join(f"{kind}: {doubts[kind].text}" for kind in sizes) + share,
+        "sure" if large else "possible",
+        "this client's own stamps and CPU time",
+        f"{advice}; {rest}",
+    )
+
+
+def _lag_size(case: Case) -> float:
+    """Of the mean e2e."""
+    lag = case.parts.ms("client lag") if case.parts else None
+    return lag / case.parts.e2e_ms if case.parts and lag and case.parts.e2e_ms else 0.0
+
+
+def _stall_size(case: Case) -> float:
+    """Of the window, the stalls of all workers after each other."""
+    stalls = case.end.get("loop_stalls")
+    spans = [(at, at + ms * 1e6) for at, ms in stalls] if isinstance(stalls, list) else []
+    begun, ended = np.array(spans, np.float64).reshape(-1, 2).T.astype(np.int64)
+    return windows.overlap_s(begun, ended, case.window) / case.window.seconds
+
+
+def _busy_size(case: Case) -> float:
+    """How late its loop was (p99) against the mean e2e, all of it where the core was full."""
+    facts = Facts(case.cell, case.window, (), (), case.end)
+    if facts.ended("client_cpu_share") > MAX_CPU_SHARE or not case.parts or not case.parts.e2e_ms:
+        return 1.0
+    of_workers = case.end.get("worker_loop_lag_ms")
+    lags = [facts.ended("loop_lag_p99_ms"), *(of_workers if isinstance(of_workers, list) else [])]
+    return float(max(lags)) / case.parts.e2e_ms
+
+
+# What a doubt about the client is of the whole, as a share. At the ceiling that selfcheck found it is all of it.
+_SIZES: Mapping[str, Callable[[Case], float]] = {
+    LATE: _lag_size,
+    STALLED: _stall_size,
+    BUSY: _busy_size,
+    LIMITED: lambda _: 1.0,
+}
+
+
+def network_limited(case: Case) -> Finding | None:
+    rtt_ms = (case.cell.header.get("probe") or {}).get("rtt_ms")
+    ttft = case.values("ttft_sent")
+    mbit = case.metric("payload_mbit_per_second")
+    share = case.metric("payload_share")
+    if rtt_ms and len(ttft) and rtt_ms >= RTT_MS and rtt_ms >= RTT_SHARE * np.median(ttft):
+        return Finding(
+            f"a round trip takes {rtt_ms:.1f} ms, {rtt_ms / np.median(ttft):.0%} of the median TTFT of "
+            f"{np.median(ttft):.1f} ms",
+            "likely",
+            "the probe's round trips, records",
+            "Measure from nearer to the server, and compare; keep connections alive",
+        )
+    if mbit is not None and mbit / (share or 1.0) >= LINK_MBIT:
+        received = mbit / (share or 1.0)
+        return Finding(
+            f"{received:.0f} Mbit/s were received, {share or 0:.0%} of it text of tokens",
+            "possible",
+            "records; the link's capacity is not known",
+            "Look at the link's use at both ends; pack more tokens into an event (a stream interval)",
+        )
+    return None
