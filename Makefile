@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test fuzz lint types docs size env clean test-engines test-pages
-.PHONY: bench bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
+.PHONY: lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
 
@@ -46,7 +46,7 @@ docs: .venv/.dev           ## write the generated blocks of README.md
 	$(BIN)/python -m tests.generate_docs
 
 # What is claimed of speed is measured here, never in a test. Best on an idle machine.
-bench: bench-hotpath bench-report bench-self   ## all of ours, a few minutes
+bench: bench-hotpath bench-report bench-self bench-instrument   ## all of ours, a few minutes
 
 bench-hotpath: .venv/.dev  ## Python calls and nanoseconds per token event, stage by stage
 	$(BIN)/python -m bench.hotpath
@@ -59,6 +59,12 @@ bench-stats: .venv/.dev    ## do the statistics keep their promises; writes repo
 
 bench-self: .venv/.dev     ## us and the floor against a server with known times
 	$(BIN)/python -m bench.client --rivals none --out build/bench
+
+bench-instrument: .venv/.dev  ## client minus engine, request by request, against known times
+	$(BIN)/python -m bench.instrument
+
+lessons: .venv/.dev        ## what batching, memory, chunks, precision, caches and policies cost; writes reports/lessons/
+	$(BIN)/python -m bench.lessons
 
 bench-client: .venv/.dev   ## us beside the rivals that are installed; writes reports/client/
 	$(BIN)/python -m bench.client
