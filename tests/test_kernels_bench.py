@@ -1,0 +1,221 @@
+"""The kernels' bench, compiler check and GPU script, as far as a machine without a GPU can try them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dense_kernels import needs_triton
+
+# isort: split
+from kernels import bench, cases, gpu, gpu_engine, random_model, swiglu
+from kernels.bench import Ceilings, Timing
+from kernels.cases import CASES, Sizes
+
+pytestmark = [pytest.mark.engine, needs_triton]
+ROOT = Path(__file__).parents[1]
+
+
+def test_without_a_gpu_every_kernel_is_right_and_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["all"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert not printed["measured"]
+    assert "nothing is measured" in printed["about"]
+    assert [row["kernel"] for row in printed["correct"]] == list(CASES)
+    assert all(0 <= row["error"] <= row["allowed"] for row in printed["correct"])
+
+
+def test_a_wrong_kernel_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(swiglu, "swiglu", lambda both, out: out.fill_(1.0))
+    assert bench.main(["swiglu", "--json", str(tmp_path / "found.json")]) == 1
+    assert not json.loads((tmp_path / "found.json").read_text())["correct"][0]["ok"]
+
+
+def test_a_result_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN is no error below any limit."""
+    monkeypatch.setattr(swiglu, "swiglu", lambda both, out: out.fill_(float("nan")))
+    assert bench.main(["swiglu"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("softmax", "'softmax' is no kernel; would be right: all, paged_attention,"),
+        ("swiglu --batch 0", "batch is 0; would be right: 1 or more"),
+        ("swiglu --dtype fp4", "dtype is 'fp4'; would be right: float32, float16, bfloat16"),
+        ("swiglu --kv-dtype fp4", "kv_dtype is 'fp4'; would be right: auto, int8, float8"),
+        ("swiglu --heads 6 --kv-heads 4", "heads is 6, kv_heads 4; would be right: a multiple"),
+        ("swiglu --query 9 --context 8", "query is 9, context 8"),
+        ("sampling --top-p 0", "top_p is 0.0"),
+        ("swiglu --json /nowhere/x", "No such file"),
+    ],
+)
+def test_a_mistake_is_said_in_a_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("kernels.bench: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+# 64 sequences of 4,096 tokens at 8B shapes, by hand.
+BYTES: list[tuple[str, dict[str, Any], int, int]] = [
+    ("paged_attention", {}, 64 * 4096 * 4096 + 2 * 64 * 8192, 4 * 64 * 4096 * 4096),
+    ("paged_attention", {"kv_dtype": "int8"}, 64 * 4096 * (2048 + 64) + 2 * 64 * 8192, 4 * 64 * 4096 * 4096),
+    (
+        "paged_attention",
+        {"batch": 1, "query": 8192, "context": 8192},
+        8192 * 4096 + 2 * 8192 * 8192,
+        4 * (8192 * 8193 // 2) * 4096,
+    ),
+    ("kv_write", {}, 64 * 4096 * 2, 0),
+    ("rms_norm", {}, 2 * 64 * 8192 + 8192, 0),
+    ("add_rms_norm", {}, 4 * 64 * 8192 + 8192, 0),
+    ("norm_rope", {}, 64 * (2 * 40 * 256 + 256), 0),
+    ("swiglu", {}, 3 * 64 * 14_336 * 2, 0),
+    ("int8_matmul", {"batch": 1}, 4096 * 4096 + 4 * 4096 + 2 * 8192, 2 * 4096 * 4096),
+    ("sampling", {}, 64 * 128_256 * 4, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "moved", "flops"), BYTES)
+def test_bytes_and_operations_by_hand(name: str, changes: dict[str, Any], moved: int, flops: int) -> None:
+    case = CASES[name](replace(Sizes(), **changes))
+    assert (case.moved_bytes, case.flops) == (moved, flops)
+
+
+@pytest.mark.parametrize(("moved", "turns"), [(1, 256), (10**7, 52), (10**9, 2)])
+def test_inputs_take_turns_until_no_cache_holds_them(moved: int, turns: int) -> None:
+    case = CASES["swiglu"](Sizes())._replace(moved_bytes=moved)
+    assert bench.sets(case) == turns
+
+
+def test_figures_are_the_bytes_over_the_time() -> None:
+    case = CASES["swiglu"](Sizes())._replace(moved_bytes=2 * 10**9, flops=10**12)
+    found = bench._figures(case, Timing(1000.0, 990.0, 1100.0, 2, False), Ceilings(4000.0, 2000.0))
+    assert found["gb_s"] == 2000
+    assert found["percent_of_copy"] == 50
+    assert found["tflop_s"] == 1000
+    assert found["percent_of_matmul"] == 50
+    row = found | {"kernel": "k", "shape": "s", "flops": case.flops, "times_torch": 1.5}
+    assert bench.table([row]).splitlines()[2] == "| k | s | 1000.0 (eager) | 2000 | 50.0 | 1000.0 | 50.0 | 1.50 |"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [(n, c) for n, c in gpu.MEASURED] + [(n, gpu.ODD | c) for n, c in gpu.CORRECT],
+    ids=lambda v: v if isinstance(v, str) else ",".join(f"{k}={x}" for k, x in v.items() if k not in gpu.ODD),
+)
+def test_what_the_gpu_script_will_run_passes_the_kernels_own_checks(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors without memory, nothing being launched."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: launched.append(self))
+    case = CASES[name](replace(Sizes(), **changes))
+    inputs = case.make(torch.device("meta"))
+    case.ours(inputs)
+    assert launched
+    if case.torchs and name != "sampling":  # multinomial wants values
+        case.torchs(inputs)
+
+
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """PTX and machine code for an H100: no launch, hence nothing of speed or of what it computes."""
+    found = tmp_path / "compiled.json"
+    command = [sys.executable, "-m", "kernels.bench", "all", "--compile", "90", "--json", str(found)]
+    environment = gpu_engine.environment_of() | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    compiled = json.loads(found.read_text())["compiled"]
+    assert {row["kernel"] for row in compiled} == set(CASES)
+    for row in compiled:
+        made = row["launched"]
+        assert made["shared_bytes"] <= 227 * 1024, row  # what an H100 gives a program
+        assert made["spilled_bytes"] <= 64, row  # a few values outside the inner loops
+        assert made["registers"] <= 255, row
+
+
+def test_stages_fit_the_whole() -> None:
+    assert sum(stage.limit_s for stage in gpu.STAGES.values()) <= gpu.WHOLE_S <= 480
+    assert set(gpu.STAGES) == set(gpu.SECTIONS)
+
+
+def test_a_stage_that_fails_or_hangs_leaves_its_words() -> None:
+    assert "invalid choice: 'nothing'" in gpu._in_a_process("nothing", True, 60)["failed"]
+    assert gpu._in_a_process("engine", True, 0.05)["failed"].startswith("stopped after 0 s")
+
+
+def test_the_script_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The engine under llm-bench's load, in their own processes, as on a GPU."""
+    assert gpu.main(["--rehearse", "--only", "environment,engine", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(found) == ["environment", "engine"]
+    cells = found["engine"]["cells"]
+    assert len(cells) == 2
+    for cell in cells:
+        assert cell["error_rate"] == 0
+        assert cell["tokens_per_second"] > 0
+        assert "times_floor" not in cell  # nothing is measured of a card that is not there
+    assert cells[1]["step_floor_bytes"] > cells[0]["step_floor_bytes"]
+    report = (tmp_path / "gpu.md").read_text()
+    assert report.strip() == capsys.readouterr().out.strip()
+    assert "a rehearsal on a CPU, nothing is measured" in report
+
+
+def test_without_a_gpu_the_script_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert "no GPU" in capsys.readouterr().err
+    assert gpu.main(["--rehearse", "--only", "warp"]) == 2
+    assert "--only 'warp'; would be right: environment" in capsys.readouterr().err
+
+
+def test_one_wrong_row_makes_a_stage_not_whole() -> None:
+    right = {"rows": [{"kernel": "k", "shape": "s", "error": 0.1, "allowed": 0.2, "ok": True}], "took_s": 1.0}
+    right["same_in_any_batch"] = {"k": True}
+    assert gpu.whole(right)
+    for broken in (
+        right | {"rows": [right["rows"][0] | {"ok": False}]},  # type: ignore[index]
+        right | {"same_in_any_batch": {"k": False}},
+        right | {"rows": [gpu._kept(lambda: 1 // 0)]},  # type: ignore[arg-type, return-value]
+        {"failed": "exit code 1: no", "took_s": 1.0},
+    ):
+        assert not gpu.whole(broken)
+        assert "NOT whole" in gpu.report({"correctness": broken})
+    assert "whole, 1.0 s" in gpu.report({"correctness": right})
+
+
+def test_a_random_model_is_as_large_as_it_says(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    shape = random_model.SMALL
+    random_model.write(tmp_path, shape, torch.bfloat16, torch.device("cpu"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert sum(t.numel() * 2 for t in tensors.values()) == shape.weight_bytes(2)
+    assert len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]) == shape.vocab
+
+
+def test_the_floor_of_a_step_of_llama_1b() -> None:
+    """1.2358 billion parameters, 32 KiB of keys and values a token."""
+    assert random_model.LLAMA_1B.weight_bytes(1) == 1_235_814_400
+    assert random_model.LLAMA_1B.kv_bytes(2) == 32 * 1024
+    scale = gpu.SCALES["cuda"]
+    one, many = gpu_engine.step_bytes(scale, 1), gpu_engine.step_bytes(scale, 128)
+    mean = (many - one) / 127 / 32 / 1024
+    assert 300 < mean < 600  # a prompt of 245 in the median, more in the mean, and half an answer
+
+
+def test_errors_are_relative_to_the_largest_right_value() -> None:
+    case = CASES["swiglu"](bench.TINY)._replace(
+        make=lambda device: {}, ours=lambda i: torch.tensor([1.0, 8.5]), exact=lambda i: torch.tensor([1.0, 10.0])
+    )
+    assert cases.error(case, torch.device("cpu")) == pytest.approx(0.15)
+    with pytest.raises(ValueError, match=r"\[2\]; would be right: \[1\]"):
+        cases.error(case._replace(exact=lambda i: torch.ones(1)), torch.device("cpu"))
