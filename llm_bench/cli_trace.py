@@ -52,6 +52,7 @@ Out = Annotated[
 ]
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.zst")  # what a trace that is written may be called
 Seed = Annotated[int, typer.Option(help="The same seed makes the same trace on any machine.")]
+SAME = ("lengths", 1.0)  # lengths as the model has them
 TEXT_BLOCK = 16  # tokens: of a block of an anonymised text, as vLLM's prefix cache has them
 LIMITS: dict[str, tuple[float, float]] = {
     "bins": (1e-3, 1e9),  # seconds
@@ -62,25 +63,29 @@ LIMITS: dict[str, tuple[float, float]] = {
 Trace = Any  # llm_bench.request.Trace, which a help text need not import
 
 
+def _how(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What `trace.read` is told of a file."""
+    check_numbers(params, LIMITS)
+    return {
+        "format": params.get("trace_format"),
+        "block_size": params.get("block_size"),
+        "unit": params.get("unit"),
+        "turns": params.get("turns"),
+        "skip_bad": params.get("skip_bad") or 0,
+        "map": columns(params.get("mapping") or ""),
+    }
+
+
 def _read(file: Path, params: Mapping[str, Any]) -> Trace:
     from llm_bench import trace
 
-    check_numbers(params, LIMITS)
-    return trace.read(
-        file,
-        format=params.get("trace_format"),
-        block_size=params.get("block_size"),
-        unit=params.get("unit"),
-        turns=params.get("turns"),
-        skip_bad=params.get("skip_bad") or 0,
-        map=columns(params.get("mapping") or ""),
-    )
+    return trace.read(file, **_how(params))
 
 
-def _write(out: Path, trace: Trace, made: str = "") -> None:
+def _write(out: Path, trace: Trace, made: str = "", about: str = "") -> None:
     from llm_bench import trace as files
 
-    files.write(out, trace)
+    files.write(out, trace, about)
     terminal.show(f"{out}: {len(trace.requests):,} requests{made}\n")
 
 
@@ -94,7 +99,7 @@ def _check_new(out: Path, suffixes: tuple[str, ...] = JSONL, content: str = "JSO
         raise BenchError(f"{option} {out}: no folder {out.parent}")
 
 
-def _say_notes(trace: Trace) -> None:
+def _say_notes(trace: Any) -> None:
     say, _ = terminal.voice()
     for note in [*trace.notes, *(f"{count} rows left out: {reason}" for reason, count in trace.skipped.items())]:
         say(f"trace: {note}")
@@ -117,12 +122,13 @@ def inspect(
 ) -> None:
     """Format, unit, rates, burstiness, lengths, sharing, sessions and doubts of a trace."""
     from llm_bench import doctor, trace_plot, trace_report, workload
+    from llm_bench import trace as files
 
     if format not in ("terminal", "md", "json"):
         raise BenchError(f"--format {format!r}: expected terminal, md or json")
     if plot is not None:
         _check_picture(plot)
-    found = _read(file, context.params)
+    found = files.read_sheet(file, **_how(context.params))
     described, findings = workload.describe(found), doctor.examine(found)
     if format == "terminal":
         width = shutil.get_terminal_size((100, 24)).columns
@@ -163,13 +169,12 @@ def convert(
     dejitter: Dejitter = "off",
 ) -> None:
     """Write a trace in this project's own format."""
-    from llm_bench import ticks
+    from llm_bench import convert as converts
 
     _check_new(out)
-    found = _read(file, context.params)
-    requests, done = ticks.dejitter(found.requests, dejitter)
-    _say_notes(found._replace(requests=requests, notes=[*found.notes, *filter(None, [done])]))
-    _write(out, found._replace(requests=requests))
+    done = converts.convert(file, out, dejitter=dejitter, **_how(context.params))
+    _say_notes(done)
+    terminal.show(f"{out}: {done.requests:,} requests\n")
 
 
 @app.command()
@@ -237,6 +242,7 @@ def synth(
 
     check_numbers(context.params, LIMITS)
     _check_new(out)
+    about = ""
     if model.is_dir():
         if duration is None:
             raise BenchError(f"{model}: a folder of clients has no span of its own; give --duration")
@@ -248,10 +254,20 @@ def synth(
     else:
         if start:
             raise BenchError(f"--start is of a folder of ServeGen's clients; {model} is a fitted model: leave it out")
-        made = synths.synth(
-            model_file.load(model), rate=rate, duration_s=duration, count=requests, seed=seed, lengths=lengths
-        )
-    _write(out, Trace(made, "llm-bench", str(model), [], {}), _rates(made, duration))
+        loaded = model_file.load(model)
+        made = synths.synth(loaded, rate=rate, duration_s=duration, count=requests, seed=seed, lengths=lengths)
+        about = _about(loaded, model, context.params)
+    _write(out, Trace(made, "llm-bench", str(model), [], {}), _rates(made, duration), about)
+
+
+def _about(loaded: Any, model: Path, params: Mapping[str, Any]) -> str:
+    """Whose figures a synthetic trace has, and the command that makes it; "" of a fitted model, whose trace may be
+    anyone's."""
+    if not loaded.source:
+        return ""
+    asked = {name: params[name] for name in ("rate", "duration", "requests", "lengths", "seed")}
+    words = [f"--{name} {value:g}" for name, value in asked.items() if value is not None and (name, value) != SAME]
+    return f"synthetic, of {loaded.source}, {loaded.date}: llm-bench trace synth {model.name} {' '.join(words)}"
 
 
 def _rates(made: Sequence[Any], duration_s: float | None) -> str:

@@ -1,7 +1,6 @@
 """Reasons to distrust a trace before any load is made of it."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 from llm_bench import prefixes, ticks
 from llm_bench.fields import BAD, UNITS
 from llm_bench.request import Trace
+from llm_bench.sheet import Rows, Sheet, prompts, sheet, take
 from llm_bench.workload import lengths, stamps
 
 LEAST_ROWS = 20  # of fewer rows, nothing is said about a spread or a rate
@@ -43,25 +43,27 @@ class Finding(NamedTuple):
 class _Case(NamedTuple):
     """What the checks look at, found once."""
 
-    trace: Trace
+    trace: Sheet
     at_s: np.ndarray  # (n,) stamps in order
     tick_s: float | None
     silent: list[tuple[float, float, float]]  # gaps that the rate around them does not explain: start, length, mean gap
     faults: prefixes.Faults
 
 
-def examine(trace: Trace) -> list[Finding]:
+def examine(trace: Trace | Sheet) -> list[Finding]:
     """What the trace gives reason to doubt, in the order of CHECKS; 0 < len(trace.requests)."""
-    at_s = stamps(trace.requests)
-    case = _Case(trace, at_s, ticks.step_s(at_s), _silences(at_s), prefixes.faults(trace.requests))
+    looked_at = sheet(trace)
+    at_s = stamps(looked_at.rows)
+    case = _Case(looked_at, at_s, ticks.step_s(at_s), _silences(at_s), prefixes.faults(prompts(looked_at.rows)))
     found = ((kind, check(case)) for kind, check in CHECKS.items())
     return [Finding(kind, text, kind not in STATEMENTS) for kind, text in found if text]
 
 
 def warnings(trace: Trace, *, timed: bool = True) -> list[str]:
     """The doubts that change what a run sends: how turns are read and, where times are used, unit and ticks."""
-    at_s = stamps(trace.requests)
-    case = _Case(trace, at_s, ticks.step_s(at_s), [], prefixes.faults([]))
+    looked_at = sheet(trace)
+    at_s = stamps(looked_at.rows)
+    case = _Case(looked_at, at_s, ticks.step_s(at_s), [], prefixes.faults([]))
     kinds = ("turns", "unit", "ticks") if timed else ("turns",)
     return [f"{kind}: {text}" for kind in kinds if (text := CHECKS[kind](case))]
 
@@ -98,7 +100,7 @@ def _order(case: _Case) -> str:
     late = case.trace.facts.get("late_rows", 0)
     if not late:
         return ""
-    rows = case.trace.facts.get("rows") or len(case.trace.requests)
+    rows = case.trace.facts.get("rows") or case.trace.rows.n
     return (
         f"{late:,} of {rows:,} rows stood behind a later one and were sorted by time. Where rows were logged as "
         "requests ended, check that the time is the arrival"
@@ -138,12 +140,25 @@ def _duplicates(case: _Case) -> str:
     chance = max(close, n * -math.expm1(-n / span * resolution))
     if equal <= DUPLICATES * chance + 10:
         return ""
-    seen = Counter((r.at_s, r.session, r.tokens_in, r.tokens_out, r.hash_ids) for r in case.trace.requests)
-    copies = sum(k - 1 for k in seen.values())
+    copies = _copies(case.trace.rows)
     return (
         f"{equal:,} of {n:,} rows have the stamp of the row before, where chance brings {chance:.0f}; {copies:,} have "
         "its lengths too. Copies of a row would load the target twice; batches are sent at once"
     )
+
+
+def _copies(rows: Rows) -> int:
+    """Rows that say the same as another one before them; of one instant, so that few are looked at."""
+    at_s = np.where(np.isnan(rows["at_s"]), -1.0, rows["at_s"])
+    _, which, n = np.unique(at_s, return_inverse=True, return_counts=True)
+    places = np.flatnonzero(n[which] > 1)
+    some = take(rows, places)
+    ids = np.zeros(len(places), np.int64)
+    if "blocks" in some:
+        known: dict[tuple[int, ...], int] = {}
+        ids[some["blocks"] > 0] = [known.setdefault(p.hash_ids, len(known) + 1) for p in prompts(some) if p.hash_ids]
+    said = np.stack([which[places], some["session"], some["tokens_in"], some["tokens_out"], ids], axis=1)
+    return len(places) - len(np.unique(said, axis=0))
 
 
 def _head(case: _Case) -> str:
@@ -242,24 +257,22 @@ def _left_out(case: _Case) -> str:
     if not skipped:
         return ""
     left = sum(skipped.values())
-    rows = case.trace.facts.get("rows") or left + len(case.trace.requests)
+    rows = case.trace.facts.get("rows") or left + case.trace.rows.n
     counts = ", ".join(f"{reason}: {count:,}" for reason, count in skipped.items())
     bad = ". Look at the bad rows before trusting the rest" if skipped.get(BAD) else ""
     return f"{left:,} of {rows:,} rows are left out ({counts}): the load is lighter than the recorded one{bad}"
 
 
 def _unknown(case: _Case) -> str:
-    known_in, known_out = lengths(case.trace.requests)
-    n = len(case.trace.requests)
+    known_in, known_out = lengths(case.trace.rows)
+    n = case.trace.rows.n
     counts = (("prompt", n - len(known_in)), ("answer", n - len(known_out)))
     said = " and ".join(f"{count:,} of {n:,} rows do not say the {name}'s length" for name, count in counts if count)
     return f"{said}: the load depends on the target's own count" if said else ""
 
 
 def _clipped(case: _Case) -> str:
-    said = (
-        _clip(name, values) for name, values in zip(("prompts", "answers"), lengths(case.trace.requests), strict=True)
-    )
+    said = (_clip(name, values) for name, values in zip(("prompts", "answers"), lengths(case.trace.rows), strict=True))
     return "; ".join(filter(None, said))
 
 
@@ -295,7 +308,7 @@ def _clip(name: str, values: np.ndarray) -> str:
 def _constant(case: _Case) -> str:
     said = [
         f"every {name} has {int(values[0]):,} tokens"
-        for name, values in zip(("prompt", "answer"), lengths(case.trace.requests), strict=True)
+        for name, values in zip(("prompt", "answer"), lengths(case.trace.rows), strict=True)
         if len(values) >= LEAST_ROWS and values.min() == values.max()
     ]
     return f"{' and '.join(said)}: no service's lengths are all one; queues are shorter than real ones" if said else ""
@@ -304,16 +317,14 @@ def _constant(case: _Case) -> str:
 def _turns(case: _Case) -> str:
     if case.trace.facts.get("turns") != "new":
         return ""
-    last: dict[str, tuple[int, int]] = {}  # session -> (the row's own input length, answer) of the turn before
-    whole = later = 0
-    for r in case.trace.requests:
-        if not r.session:
-            continue
-        own = r.tokens_new if r.turn else r.tokens_in
-        if r.turn and r.session in last:
-            later += 1
-            whole += own >= sum(last[r.session])
-        last[r.session] = (own, r.tokens_out or 0)
+    rows = case.trace.rows
+    named = np.flatnonzero(rows["session"] >= 0)
+    places = named[np.argsort(rows["session"][named], kind="stable")]  # conversation after conversation
+    turn, session = rows["turn"][places], rows["session"][places]
+    own = np.where(turn > 0, rows["tokens_new"][places], rows["tokens_in"][places])  # the row's own input length
+    before = own + np.maximum(rows["tokens_out"][places], 0)
+    follows = (turn[1:] > 0) & (session[1:] == session[:-1])
+    later, whole = int(follows.sum()), int((own[1:] >= before[:-1])[follows].sum())
     if not later or whole <= CUMULATIVE_SHARE * later:
         return ""
     return (
@@ -364,15 +375,14 @@ def _wide(case: _Case) -> str:
 
 
 def _unshared(case: _Case) -> str:
-    ids = [r.hash_ids for r in case.trace.requests if r.hash_ids]
-    if len(ids) < LEAST_ROWS:
+    rows = case.trace.rows
+    hashed = int((rows["blocks"] > 0).sum())
+    if hashed < LEAST_ROWS:
         return ""
-    found = prefixes.infinite(prefixes.blocks(case.trace.requests))
+    found = prefixes.infinite(prefixes.blocks(prompts(rows)))
     if found.blocks_hit:
         return ""
-    return (
-        f"no prefix comes twice in {len(ids):,} rows with hash ids: were ids made anew for each row? No cache can help"
-    )
+    return f"no prefix comes twice in {hashed:,} rows with hash ids: were ids made anew for each row? No cache can help"
 
 
 CHECKS: dict[str, Callable[[_Case], str]] = {

@@ -71,23 +71,46 @@ class Arrivals:
     shape: float  # of the gaps, over the local rate: 1 is Poisson, larger is more even
 
 
+Quantiles = tuple[tuple[float, float], ...]  # (level, value), both rising, levels from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """What arrivals bring where only a distribution is known, as one is published; `law` draws conversations of it."""
+
+    rows: int  # that the quantiles are of: the largest value stands for the level 1 - 1 / rows
+    tokens_in: Quantiles  # of a conversation's first prompt
+    tokens_out: Quantiles
+    spearman: float  # rank correlation of a first prompt and its answer
+    turns: Quantiles = ()  # (): one
+    tokens_new: Quantiles = ()  # what a later turn's user adds
+    think_s: Quantiles = ()
+    common: int = 0  # whole blocks that all prompts begin with
+    again: float = 0.0  # share of first prompts that take over more of an earlier one
+    again_part: float = 0.0  # of their whole blocks, how many
+    again_lag_s: float = 0.0  # mean time since that one
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """One client, or all that are too small to be fitted apart. Conversations are in order of arrival."""
 
     arrivals: Arrivals | None  # None: the trace has no times
     conversations: tuple[Conversation, ...]
+    law: Law | None = None  # conversations are drawn of it, and none are given
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What fit found in a trace."""
+    """What fit found in a trace, or what was published of one."""
 
     block_size: int  # tokens of a block, 0 where prompts share nothing that is known
     requests: int  # of the trace
     conversations: int
     streams: tuple[Stream, ...]
     notes: tuple[str, ...]
+    source: str = ""  # of the figures, where they are not from a trace that was fitted
+    date: str = ""  # of the source: a year, a month or a day
 
     @property
     def rate(self) -> float | None:

@@ -1,6 +1,9 @@
 """save(model), load(path): a Model as a file, each value of which is checked before anything is made of it."""
 
 import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,19 @@ from llm_bench.fit import (
     SOURCES,
     Arrivals,
     Conversation,
+    Law,
     Model,
+    Quantiles,
     Stream,
     Turn,
 )
 from llm_bench.request import LONGEST_S, MOST_TOKENS
 
 VERSION = 1
-RIGHT = "a model that `trace fit` wrote"
+RIGHT = "a model that `trace fit` wrote, or one of traces/models"
+PUBLISHED = ["source", "date"]  # of a model whose figures are not fitted to a trace
+MOST_LEVELS_OF_LAW = 1001
+_DATE = re.compile(r"\d{4}(-\d\d){0,2}", re.A)
 LONGEST_INT = 40  # digits: more than any count here has
 MOST_ARRIVALS = 20_000_000  # of one pass of a profile
 
@@ -42,20 +50,22 @@ def save(model: Model, path: Path | str) -> None:
         "conversations": model.conversations,
         "notes": list(model.notes),
         "turn": list(Turn._fields),
-        "streams": [
-            {
-                "arrivals": a
-                and {"span_s": a.span_s, "rates": list(a.rates), "splits": list(a.splits), "shape": a.shape},
-                "conversations": [
-                    [c.client, c.request_class, c.priority, [list(turn) for turn in c.turns]] for c in s.conversations
-                ],
-            }
-            for s in model.streams
-            for a in [s.arrivals]
-        ],
+        "streams": [_stream_values(s) for s in model.streams],
     }
+    if model.source:
+        values |= {"source": model.source, "date": model.date}
     with new_file(Path(path)) as part:
         part.write_text(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _stream_values(s: Stream) -> dict[str, Any]:
+    a, law = s.arrivals, s.law
+    arrivals = a and {"span_s": a.span_s, "rates": list(a.rates), "splits": list(a.splits), "shape": a.shape}
+    if law is not None:
+        said = {name: getattr(law, name) for name in LAW}
+        return {"arrivals": arrivals, "law": {name: x for name, x in said.items() if x or name == "spearman"}}
+    rows = [[c.client, c.request_class, c.priority, [list(turn) for turn in c.turns]] for c in s.conversations]
+    return {"arrivals": arrivals, "conversations": rows}
 
 
 def load(path: Path | str) -> Model:
@@ -92,12 +102,18 @@ def _model(values: object) -> Model:
     version = values.get("llm_bench_model") if isinstance(values, dict) else None
     if version != VERSION:
         raise ValueError(f"llm_bench_model is {found(version, f'{VERSION}: {RIGHT}')}")
-    top = _object(values, "the file", keys)
+    assert isinstance(values, dict)
+    published = "source" in values or "date" in values
+    top = _object({"turn": list(Turn._fields)} | values, "the file", [*keys, *PUBLISHED] if published else keys)
     if top["turn"] != list(Turn._fields):
         raise ValueError(f"turn is {found(top['turn'], str(list(Turn._fields)))}")
+    if published and not (_text(top["source"], "source") and _DATE.fullmatch(_text(top["date"], "date"))):
+        raise ValueError(f"source, date are {found([top['source'], top['date']], 'whose figures; when, as 2025-11')}")
     streams = [_stream(s, f"streams[{i}]") for i, s in enumerate(_list(top["streams"], "streams", MOST_STREAMS + 1))]
     if not streams:
         raise ValueError("streams is empty, expected one at least")
+    if any(s.law for s in streams) and not (published and len(streams) == 1):
+        raise ValueError("a law of conversations: expected one stream, and the source and date of its figures")
     timed = {s.arrivals is not None for s in streams}
     if len(timed) > 1:
         raise ValueError("streams have arrivals in part, expected all or none")
@@ -107,16 +123,66 @@ def _model(values: object) -> Model:
         _whole(top["conversations"], "conversations", 10**12, 1),
         tuple(streams),
         tuple(_text(x, f"notes[{i}]") for i, x in enumerate(_list(top["notes"], "notes", 100))),
+        *([top["source"], top["date"]] if published else []),
     )
 
 
 def _stream(values: object, at: str) -> Stream:
-    stream = _object(values, at, ["arrivals", "conversations"])
+    by_law = isinstance(values, dict) and "law" in values
+    stream = _object(values, at, ["arrivals", "law" if by_law else "conversations"])
     arrivals = None if stream["arrivals"] is None else _arrivals(stream["arrivals"], f"{at}.arrivals")
+    if by_law:
+        return Stream(arrivals, (), _law(stream["law"], f"{at}.law"))
     rows = _list(stream["conversations"], f"{at}.conversations", MOST_CONVERSATIONS)
     if not rows:
         raise ValueError(f"{at}.conversations is empty, expected one at least")
     return Stream(arrivals, tuple(_row(row, f"{at}.conversations[{i}]") for i, row in enumerate(rows)))
+
+
+def _law(values: object, at: str) -> Law:
+    """Keys that a law leaves out say nothing."""
+    must = ["rows", "tokens_in", "tokens_out", "spearman"]
+    if not isinstance(values, dict) or not set(must) <= set(values) <= set(LAW):
+        has = list(values) if isinstance(values, dict) else values
+        raise ValueError(f"{at} has {found(has, f'the keys {must} and any of {LAW}')}")
+    law = Law(**{name: LAW[name](value, f"{at}.{name}") for name, value in values.items()})
+    if bool(law.turns) != bool(law.tokens_new):
+        raise ValueError(f"{at} has turns or tokens_new, expected both or neither")
+    return law
+
+
+def _quantiles(most: float) -> Callable[[object, str], Quantiles]:
+    def read(value: object, at: str) -> Quantiles:
+        rows = [_numbers(row, f"{at}[{i}]", most, 2) for i, row in enumerate(_list(value, at, MOST_LEVELS_OF_LAW))]
+        table = tuple((row[0], row[1]) for row in rows if len(row) == 2)
+        rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(table))
+        ends = len(table) > 1 and table[0][0] == 0 and table[-1][0] == 1 and table[0][1] > 0
+        if table and len(table) == len(rows) and rising and ends:
+            return table
+        raise ValueError(f"{at} is {found(value, '[level, value] from level 0 to level 1, rising, values above 0')}")
+
+    return read
+
+
+def _rho(value: object, at: str) -> float:
+    if type(value) not in (int, float) or not -1 <= value <= 1:  # type: ignore[operator]
+        raise ValueError(f"{at} is {found(value, 'a rank correlation, -1 to 1')}")
+    return float(value)  # type: ignore[arg-type]
+
+
+LAW: dict[str, Callable[[object, str], Any]] = {  # key of a law -> how it is read
+    "rows": lambda value, at: _whole(value, at, 10**12, 2),
+    "tokens_in": _quantiles(MOST_TOKENS),
+    "tokens_out": _quantiles(MOST_TOKENS),
+    "spearman": _rho,
+    "turns": _quantiles(100_000),
+    "tokens_new": _quantiles(MOST_TOKENS),
+    "think_s": _quantiles(LONGEST_S),
+    "common": lambda value, at: _whole(value, at, MOST_TOKENS),
+    "again": lambda value, at: _number(value, at, 1),
+    "again_part": lambda value, at: _number(value, at, 1),
+    "again_lag_s": lambda value, at: _number(value, at, LONGEST_S),
+}
 
 
 def _arrivals(values: object, at: str) -> Arrivals:

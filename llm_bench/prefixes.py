@@ -1,13 +1,25 @@
 """Prompts as paths in a tree of hash blocks: what a prefix cache of any size hits, and ids that cannot be right."""
 
+from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from llm_bench.request import Request
-
 BITS = 32  # engines and tools have kept ids in so many: two ids with equal low halves become one text there
+
+
+class Prompt(Protocol):
+    """What of a Request is looked at."""
+
+    @property
+    def tokens_in(self) -> int: ...
+    @property
+    def hash_ids(self) -> tuple[int, ...]: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def line(self) -> int: ...
 
 
 class Blocks(NamedTuple):
@@ -19,12 +31,10 @@ class Blocks(NamedTuple):
     prompt_tokens: int  # of all prompts, those without blocks too
 
 
-def blocks(requests: Iterable[Request]) -> Blocks:
+def blocks(requests: Iterable[Prompt]) -> Blocks:
     """The tree of the prompts' hash ids, of any number of bits. Equal ids behind different blocks are different."""
     tree: dict[tuple[int, int], int] = {}
-    nodes: list[int] = []
-    tokens: list[int] = []
-    full: list[bool] = []
+    nodes, tokens, full = array("q"), array("q"), array("b")  # as large as the arrays that they become
     total = 0
     for request in requests:
         size, left, node = request.block_size, request.tokens_in, 0
@@ -36,6 +46,17 @@ def blocks(requests: Iterable[Request]) -> Blocks:
             full.append(left >= size)
             left -= size
     return Blocks(np.array(nodes, np.int64), np.array(tokens, np.int64), np.array(full, bool), total)
+
+
+def saved(request: Prompt, tree: dict[tuple[int, int], int]) -> int:
+    """Of a prompt's tokens those in full blocks that `tree` has; its own blocks are put there."""
+    node, known, left = 0, 0, request.tokens_in
+    for i in request.hash_ids:
+        fresh = len(tree) + 1
+        node = tree.setdefault((node, i), fresh)
+        known += request.block_size if node != fresh and left >= request.block_size else 0
+        left -= request.block_size
+    return known
 
 
 class Bound(NamedTuple):
@@ -62,7 +83,7 @@ def infinite(found: Blocks) -> Bound:
     )
 
 
-def prefix_bound(requests: Iterable[Request]) -> tuple[int, int]:
+def prefix_bound(requests: Iterable[Prompt]) -> tuple[int, int]:
     """(prompt tokens that an endless prefix cache of full blocks would save, all prompt tokens), in arrival order."""
     bound = infinite(blocks(requests))
     return bound.tokens_hit_full, bound.tokens
@@ -138,7 +159,7 @@ class Faults(NamedTuple):
     aliased: int  # distinct ids that are another id in their low 32 bits
 
 
-def faults(requests: Iterable[Request]) -> Faults:
+def faults(requests: Iterable[Prompt]) -> Faults:
     """What is wrong with the hash ids of these prompts; a chain of hashes gives every id one parent and one size."""
     parents: dict[int, tuple[int | None, int]] = {}  # id -> (the id before it, the line that says so)
     sizes: dict[int, tuple[int, int]] = {}  # id -> (tokens, line)

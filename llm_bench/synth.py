@@ -16,15 +16,17 @@ import numpy as np
 
 from llm_bench.errors import BenchError
 from llm_bench.fields import found
-from llm_bench.fit import CUTS, NEW, NEXT, NO_BLOCKS, OWN, Arrivals, Conversation, Model
+from llm_bench.fit import CUTS, NEW, NEXT, NO_BLOCKS, OWN, Arrivals, Conversation, Model, Stream
+from llm_bench.law import conversations, uniforms
 from llm_bench.request import LONGEST_S, MOST_TOKENS, Request
 
 MOST_REQUESTS = 20_000_000
+PASS = 10_000  # conversations of a law that are drawn at once where no profile of arrivals says how many
 NEAR = 32  # conversations are shuffled over this part of the model's, to each side
 COLD = 8  # in a repeated pass prompts of the first 1/COLD are not drawn: they found a cache empty that is no longer
 BEST = 32  # candidates for a parent that are looked at closely
 WINDOW = 32  # requests on each side of a lag among which a parent is looked for
-GAPS, RATES, DRAWS = 1, 2, 3  # names of random streams: a new use never shifts the numbers of another
+GAPS, RATES, DRAWS = 1, 2, 3  # names of random streams, law.LENGTHS another: a new use never shifts another's numbers
 
 
 Used = dict[int, int]  # block id -> the request that had it last
@@ -35,13 +37,6 @@ class Begun(NamedTuple):
 
     at_s: float
     conversation: Conversation
-
-
-def uniforms(shape: int | tuple[int, ...], *key: int) -> np.ndarray:
-    """Numbers in [0, 1) of the stream named by `key` (seed first): PCG64's bits, 53 of each word."""
-    size = math.prod(shape) if isinstance(shape, tuple) else shape
-    bits = np.random.PCG64(np.random.SeedSequence(key[0], spawn_key=key[1:])).random_raw(size)
-    return ((bits >> np.uint64(11)) * 2.0**-53).reshape(shape)
 
 
 def synth(
@@ -115,9 +110,7 @@ def _all_begun(model: Model, rate: float | None, duration_s: float | None, seed:
             assert stream.arrivals is not None
             at = arrivals(stream.arrivals, seed, s, number)
             times.append(at)
-            places = (np.arange(len(at)) + 0.5) / max(len(at), 1)
-            drawn = _draw(len(stream.conversations), places, number > 0 and model.block_size > 0, seed, s, number)
-            rows += [stream.conversations[i] for i in drawn]
+            rows += _brought(stream, len(at), number > 0 and model.block_size > 0, model.block_size, (seed, s, number))
         together = np.concatenate(times)
         for i in np.argsort(together, kind="stable"):
             at_s = (number * span_s + float(together[i])) * slower
@@ -125,6 +118,14 @@ def _all_begun(model: Model, rate: float | None, duration_s: float | None, seed:
                 return
             yield Begun(0.0 if first else round(at_s, 6), rows[i])  # a trace begins with a request, as the fitted one
             first = False
+
+
+def _brought(stream: Stream, n: int, warm: bool, block_size: int, key: tuple[int, int, int]) -> list[Conversation]:
+    """What n arrivals of one pass bring, in order of arrival."""
+    if stream.law is not None:
+        return conversations(stream.law, n, block_size, *key)
+    drawn = _draw(len(stream.conversations), (np.arange(n) + 0.5) / max(n, 1), warm, *key)
+    return [stream.conversations[i] for i in drawn]
 
 
 def _slower(model: Model, rate: float | None, duration_s: float | None) -> float:
@@ -144,14 +145,15 @@ def _slower(model: Model, rate: float | None, duration_s: float | None) -> float
 
 def _begun_evenly(model: Model, rate: float | None, duration_s: float | None, seed: int) -> Iterator[Begun]:
     """The same of a trace without times: Poisson at the rate asked, or in order and without times."""
-    now, rows = 0.0, [c for s in model.streams for c in s.conversations]
+    now, stream = 0.0, Stream(None, tuple(c for s in model.streams for c in s.conversations), model.streams[0].law)
+    n = len(stream.conversations) or PASS
     for number in naturals():
-        drawn = _draw(len(rows), (np.arange(len(rows)) + 0.5) / len(rows), number > 0, seed, 0, number)
-        gaps = -np.log1p(-uniforms(len(rows), seed, GAPS, 0, number)) / (rate or 1.0)
-        for i, gap in zip(drawn, gaps, strict=True):
+        rows = _brought(stream, n, number > 0, model.block_size, (seed, 0, number))
+        gaps = -np.log1p(-uniforms(n, seed, GAPS, 0, number)) / (rate or 1.0)
+        for row, gap in zip(rows, gaps, strict=True):
             if duration_s is not None and now >= duration_s:
                 return
-            yield Begun(round(now, 6), rows[i])
+            yield Begun(round(now, 6), row)
             now += float(gap)
 
 

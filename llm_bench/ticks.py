@@ -71,29 +71,33 @@ def dejitter(requests: Sequence[Request], mode: str, seed: int = 0) -> tuple[lis
     an even one. Later turns with a time of their own move with their tick, and stay behind the turn before. Raises
     BenchError for any other mode.
     """
-    return _dejitter(requests, _seconds(mode), None if mode.startswith("even") else seed)
-
-
-def _dejitter(requests: Sequence[Request], forced: float | None, seed: int | None) -> tuple[list[Request], str]:
     timed = [i for i, request in enumerate(requests) if request.at_s is not None]
     at_s = np.array([requests[i].at_s for i in timed], float)
-    step = step_s(at_s) if forced is None else forced
+    moved, text = spread_as(at_s, mode, seed)
+    made = list(requests)
+    if moved is not None:
+        for i, before, after in zip(timed, at_s.tolist(), moved.tolist(), strict=True):
+            if after != before:
+                made[i] = replace(made[i], at_s=after)
+    return made, text
+
+
+def spread_as(at_s: np.ndarray, mode: str, seed: int) -> tuple[np.ndarray | None, str]:
+    """What dejitter makes of stamps (n,) in order, None where it leaves them; and what was done in words."""
+    wanted, random = forced(mode), None if mode.startswith("even") else seed
+    step = step_s(at_s) if wanted is None else wanted
     instants = len(np.unique(at_s))
     if not step or instants == len(at_s):
-        return list(requests), ""
-    moved = spread(at_s, step, seed)
-    made = list(requests)
-    for i, before, after in zip(timed, at_s.tolist(), moved.tolist(), strict=True):
-        if after != before:
-            made[i] = replace(made[i], at_s=after)
-    how = "evenly" if seed is None else f"at random (seed {seed})"
-    text = f"timestamps {'stand' if forced is None else 'taken to stand'} on {step:g} s ticks"
+        return None, ""
+    moved = spread(at_s, step, random)
+    how = "evenly" if random is None else f"at random (seed {random})"
+    text = f"timestamps {'stand' if wanted is None else 'taken to stand'} on {step:g} s ticks"
     text += f" ({len(at_s):,} requests on {instants:,} instants): spread {how} inside each tick"
-    return made, text + _cv_said(at_s, moved, step, seed)
+    return moved, text + _cv_said(at_s, moved, step, random)
 
 
-def _seconds(mode: str) -> float | None:
-    """The step that a mode forces: 0 for "off", None for the one that the stamps show."""
+def forced(mode: str) -> float | None:
+    """The step that a mode forces: 0 for "off", None for the one that the stamps show. Raises BenchError."""
     if mode in ("auto", "even", "off"):
         return 0.0 if mode == "off" else None
     try:

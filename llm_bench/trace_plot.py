@@ -10,7 +10,8 @@ from llm_bench import prefixes, ticks
 from llm_bench.containers import new_file
 from llm_bench.errors import BenchError
 from llm_bench.request import Trace
-from llm_bench.workload import Workload, lengths, stamps, turn_counts
+from llm_bench.sheet import Rows, Sheet, prompts, sheet
+from llm_bench.workload import Workload, lengths, pairs, stamps, turn_counts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,13 +28,13 @@ SPREAD_LABEL = "at random inside ticks"
 
 
 class _Shown(NamedTuple):
-    trace: Trace
+    rows: Rows
     workload: Workload
     at_s: np.ndarray
     spread_s: np.ndarray | None  # the same inside their ticks
 
 
-def plot(trace: Trace, workload: Workload, path: Path) -> None:
+def plot(trace: Trace | Sheet, workload: Workload, path: Path) -> None:
     """One figure of the panels that apply, written as PNG or SVG by the path's suffix; the same bytes each time.
 
     Raises BenchError for another suffix, a path that cannot be written, or without matplotlib.
@@ -46,9 +47,10 @@ def plot(trace: Trace, workload: Workload, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise BenchError("--plot: a picture needs matplotlib: pip install 'llm-bench[plots]'") from None
-    at_s = stamps(trace.requests)
+    rows_shown = sheet(trace).rows
+    at_s = stamps(rows_shown)
     tick = workload.arrivals.tick_s
-    shown = _Shown(trace, workload, at_s, None if tick is None else ticks.spread(at_s, tick, 0))
+    shown = _Shown(rows_shown, workload, at_s, None if tick is None else ticks.spread(at_s, tick, 0))
     panels = [draw for applies, draw in PANELS if applies(workload)]
     columns = 3 if len(panels) > 4 else min(2, len(panels)) or 1
     rows = -(-len(panels) // columns) or 1
@@ -122,9 +124,7 @@ def _gaps(axes: "Axes", shown: _Shown) -> None:
 
 
 def _lengths(axes: "Axes", shown: _Shown) -> None:
-    for values, colour, label in zip(
-        lengths(shown.trace.requests), (BLUE, VERMILLION), ("prompt", "answer"), strict=True
-    ):
+    for values, colour, label in zip(lengths(shown.rows), (BLUE, VERMILLION), ("prompt", "answer"), strict=True):
         if len(values):
             ranked = np.sort(values)
             share = np.arange(1, len(ranked) + 1) / len(ranked)
@@ -136,12 +136,11 @@ def _lengths(axes: "Axes", shown: _Shown) -> None:
 
 
 def _both(axes: "Axes", shown: _Shown) -> None:
-    pairs = [(r.tokens_in, r.tokens_out) for r in shown.trace.requests if r.tokens_in and r.tokens_out]
-    x, y = np.array(pairs, float).T
+    x, y = pairs(shown.rows)
     rho = shown.workload.spearman
     axes.set(title="Answer against prompt" + (f", Spearman {rho:.2f}" if rho is not None else ""))
     axes.set(xlabel="prompt tokens", ylabel="answer tokens", xscale="log", yscale="log")
-    if len(pairs) <= SCATTER_MOST:
+    if len(x) <= SCATTER_MOST:
         axes.scatter(x, y, s=9, color=BLUE, alpha=0.5, linewidths=0)
     else:
         axes.grid(visible=False)
@@ -155,7 +154,7 @@ def _hits(axes: "Axes", shown: _Shown) -> None:
     sharing = shown.workload.sharing
     assert sharing is not None, "a panel of what the trace has not"
     sizes = np.unique(np.geomspace(1, max(sharing.distinct, 2), 200).round().astype(int))
-    shares = prefixes.lru_curve(prefixes.blocks(shown.trace.requests), sizes.tolist())
+    shares = prefixes.lru_curve(prefixes.blocks(prompts(shown.rows)), sizes.tolist())
     axes.plot(sizes, 100 * np.array(shares), color=GREEN, label="LRU", linewidth=1.6)
     bound = 100 * sharing.block_hits
     axes.axhline(bound, color=GREY, linestyle="--", linewidth=1, label=f"endless cache, {bound:.1f}%")
@@ -183,7 +182,7 @@ def _plain(axis: "Axis") -> None:
 def _turns(axes: "Axes", shown: _Shown) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    turns = turn_counts(shown.trace.requests).astype(int)
+    turns = turn_counts(shown.rows).astype(int)
     counts = np.bincount(turns)[1:]
     axes.set(title=f"Turns of {len(turns):,} sessions", xlabel="turns", ylabel="sessions")
     if len(counts) <= 40:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_bench.doctor import Finding, figure
 from llm_bench.request import Trace
+from llm_bench.sheet import Sheet
 from llm_bench.workload import WINDOW_S, Quantiles, Sharing, Workload
 
 if TYPE_CHECKING:
@@ -91,11 +92,13 @@ def _quantiles(q: Quantiles) -> list[str]:
     return [f"{q.n:,}", *(figure(getattr(q, name)) for name in _LENGTHS[1:])]
 
 
-def _title(trace: Trace) -> str:
+def _title(trace: Trace | Sheet) -> str:
     return f"{trace.path}  ·  {trace.format}"
 
 
-def text(trace: Trace, workload: Workload, findings: Sequence[Finding], width: int = 100, colour: bool = False) -> str:
+def text(
+    trace: Trace | Sheet, workload: Workload, findings: Sequence[Finding], width: int = 100, colour: bool = False
+) -> str:
     """What `trace inspect` prints on a terminal of so many columns; no line of it is wider, save a table's."""
     from rich.console import Console
     from rich.padding import Padding
@@ -137,7 +140,7 @@ def _table(heads: list[str], rows: list[list[str]]) -> "Table":
     return table
 
 
-def markdown(trace: Trace, workload: Workload, findings: Sequence[Finding]) -> str:
+def markdown(trace: Trace | Sheet, workload: Workload, findings: Sequence[Finding]) -> str:
     lines = [f"## {_md(_title(trace))}", "", *(f"- {_md(note)}" for note in trace.notes), ""]
     lines += ["| figure | value |", "|---|---|"]
     lines += [f"| {_md(name)} | {_md(value)} |" for name, value in figures(workload)]
@@ -155,7 +158,7 @@ def _md(value: str) -> str:
     return value.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def document(trace: Trace, workload: Workload, findings: Sequence[Finding]) -> dict[str, Any]:
+def document(trace: Trace | Sheet, workload: Workload, findings: Sequence[Finding]) -> dict[str, Any]:
     """The same as one JSON-able object: strict JSON, no NaN; what is undefined is null, its reason under `reasons`."""
     return {
         "schema": SCHEMA,

@@ -1,6 +1,5 @@
 """What a trace holds, in figures: arrivals, lengths, clients, sessions and shared prefixes, as the field names them."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from llm_bench import prefixes, ticks
 from llm_bench.request import Request, Trace
+from llm_bench.sheet import Rows, Sheet, of, prompts, sheet
 from llm_bench.stats import percentile
 
 WINDOW_S = 60
@@ -91,55 +91,69 @@ class Workload:
     reasons: dict[str, str]
 
 
-def describe(trace: Trace) -> Workload:
+def describe(trace: Trace | Sheet) -> Workload:
     """Every figure of a trace's requests, deterministic; 0 < len(trace.requests).
 
     Arrival statistics are of the stamps as they stand in the trace; cv_spread and cv_window_spread are those of the
     same stamps at uniformly random places inside their ticks (seed 0).
     """
-    requests = trace.requests
+    rows = sheet(trace).rows
     reasons: dict[str, str] = {}
-    arrivals = _arrivals(stamps(requests), reasons)
-    known_in, known_out = lengths(requests)
-    if not len(known_in):
+    arrivals = _arrivals(stamps(rows), reasons)
+    tokens_in, tokens_out = (quantiles(known) for known in lengths(rows))
+    if tokens_in is None:
         reasons["tokens_in"] = "no row says its prompt's length"
-    if not len(known_out):
+    if tokens_out is None:
         reasons["tokens_out"] = "no row says its answer's length"
-    both = [(r.tokens_in, r.tokens_out) for r in requests if r.tokens_in and r.tokens_out is not None]
-    rho = spearman(*np.array(both, float).T) if both else None
+    rho = spearman(*pairs(rows))
     if rho is None:
         reasons["spearman"] = f"fewer than {LEAST_FOR_RHO} rows have both lengths, or one is the same in all"
-    by_client = Counter(r.client for r in requests if r.client)
+    by_client = _counts(rows, "client")
     if not by_client:
         reasons["top_client_share"] = "no row says who sent it"
-    sessions = _sessions(requests)
+    sessions = _sessions(rows)
     if sessions is None:
         reasons["sessions"] = "no row belongs to a session"
-    sharing = _sharing(requests)
+    sharing = _sharing(rows)
     if sharing is None:
         reasons["sharing"] = "no row has hash ids"
     return Workload(
-        n=len(requests),
+        n=rows.n,
         arrivals=arrivals,
-        tokens_in=quantiles(known_in),
-        tokens_out=quantiles(known_out),
+        tokens_in=tokens_in,
+        tokens_out=tokens_out,
         spearman=rho,
         clients=len(by_client),
-        top_client_share=max(by_client.values()) / len(requests) if by_client else None,
-        classes=dict(Counter(r.request_class for r in requests if r.request_class).most_common()),
-        models=dict(Counter(r.model for r in requests if r.model).most_common()),
+        top_client_share=max(by_client.values()) / rows.n if by_client else None,
+        classes=_counts(rows, "request_class"),
+        models=_counts(rows, "model"),
         sessions=sessions,
         sharing=sharing,
         reasons=reasons,
     )
 
 
+def _counts(rows: Rows, label: str) -> dict[str, int]:
+    """Name -> rows, the most frequent first, ties in order of their first rows."""
+    if label not in rows:
+        return {}
+    codes = rows[label]
+    found, first, n = np.unique(codes[codes >= 0], return_index=True, return_counts=True)
+    names = rows.names[label]
+    return {names[found[i]]: int(n[i]) for i in np.lexsort((first, -n)).tolist()}
+
+
 # -- arrivals ---------------------------------------------------------------------------------------------------------
 
 
-def stamps(requests: Sequence[Request]) -> np.ndarray:
+def stamps(requests: Sequence[Request] | Rows) -> np.ndarray:
     """Seconds since the first request, (n,) in order, of the rows with a time of their own."""
-    return np.array([r.at_s for r in requests if r.at_s is not None], float)
+    rows = of(requests)
+    if "at_s" not in rows:
+        return np.empty(0)
+    at_s = rows["at_s"]
+    untimed = np.isnan(at_s)
+    return at_s[~untimed] if untimed.any() else at_s
 
 
 def _arrivals(at_s: np.ndarray, reasons: dict[str, str]) -> Arrivals:
@@ -207,12 +221,17 @@ def dispersion(at_s: np.ndarray, window_s: float) -> float | None:
 # -- lengths ----------------------------------------------------------------------------------------------------------
 
 
-def lengths(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+def lengths(requests: Sequence[Request] | Rows) -> tuple[np.ndarray, np.ndarray]:
     """Known prompt lengths and known answer lengths in tokens; a given text of unknown length is in neither."""
-    return (
-        np.array([r.tokens_in for r in requests if r.tokens_in], float),
-        np.array([r.tokens_out for r in requests if r.tokens_out is not None], float),
-    )
+    rows = of(requests)
+    tokens_in, tokens_out = rows["tokens_in"], rows["tokens_out"]
+    return tokens_in[tokens_in > 0].astype(float), tokens_out[tokens_out >= 0].astype(float)
+
+
+def pairs(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and answer tokens of the rows that say both."""
+    both = (rows["tokens_in"] > 0) & (rows["tokens_out"] >= 0)
+    return rows["tokens_in"][both].astype(float), rows["tokens_out"][both].astype(float)
 
 
 def quantiles(values: np.ndarray) -> Quantiles | None:
@@ -238,28 +257,29 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 # -- conversations and prefixes ---------------------------------------------------------------------------------------
 
 
-def _sessions(requests: Sequence[Request]) -> Sessions | None:
-    turns = quantiles(turn_counts(requests))
+def _sessions(rows: Rows) -> Sessions | None:
+    counts = turn_counts(rows)
+    turns = quantiles(counts)
     if turns is None:
         return None
-    think = np.array([r.think_s for r in requests if r.session and r.turn and r.think_s is not None], float)
-    several = int((turn_counts(requests) > 1).sum())
-    return Sessions(turns.n, several, turns, quantiles(think))
+    think_s = rows["think_s"][(rows["session"] >= 0) & (rows["turn"] > 0)]
+    return Sessions(turns.n, int((counts > 1).sum()), turns, quantiles(think_s[~np.isnan(think_s)]))
 
 
-def turn_counts(requests: Sequence[Request]) -> np.ndarray:
-    """Turns of each named session, in order of their first turns."""
-    return np.array(list(Counter(r.session for r in requests if r.session).values()), float)
+def turn_counts(requests: Sequence[Request] | Rows) -> np.ndarray:
+    """Turns of each named session, in the order in which the file names them."""
+    session = of(requests)["session"]
+    return np.unique(session[session >= 0], return_counts=True)[1].astype(float)
 
 
-def _sharing(requests: Sequence[Request]) -> Sharing | None:
-    found = prefixes.blocks(requests)
-    if not len(found.nodes) or not found.prompt_tokens:
+def _sharing(rows: Rows) -> Sharing | None:
+    found = prefixes.blocks(prompts(rows)) if "blocks" in rows else None
+    if found is None or not len(found.nodes) or not found.prompt_tokens:
         return None
     bound = prefixes.infinite(found)
     capacities = [c for c in LADDER if c < bound.distinct][-CAPACITIES:]
     return Sharing(
-        block_size=max(r.block_size for r in requests if r.hash_ids),
+        block_size=int(rows["block_size"].max()),
         blocks=bound.blocks,
         distinct=bound.distinct,
         block_hits=bound.blocks_hit / bound.blocks,

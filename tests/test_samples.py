@@ -2,17 +2,23 @@
 
 import json
 import runpy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llm_bench import prefixes
+from llm_bench.errors import BenchError
 from llm_bench.fit import fit
 from llm_bench.goodness import compare
+from llm_bench.model_file import load
 from llm_bench.request import Trace
 from llm_bench.synth import synth
 from llm_bench.trace import read
-from llm_bench.workload import Workload, describe
+from llm_bench.workload import Workload, describe, spearman
 
 TRACES = Path(__file__).parents[1] / "traces"
 SHARED = Path(__file__).parents[2] / "shared"
@@ -31,6 +37,7 @@ def workload(name: str) -> Workload:
 
 
 def test_the_samples_are_what_their_script_makes(tmp_path: Path) -> None:
+    """Those of workloads are what `llm-bench trace synth` makes of their models, by the options that they name."""
     runpy.run_path(str(TRACES / "make_samples.py"))["main"](tmp_path)
     made = sorted(path.name for path in tmp_path.iterdir())
     assert made == sorted(path.name for path in TRACES.iterdir() if path.suffix in (".jsonl", ".csv"))
@@ -39,14 +46,70 @@ def test_the_samples_are_what_their_script_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_reads_without_a_fault_and_says_what_it_is(name: str) -> None:
+def test_a_workload_reads_without_a_fault_and_names_its_source_and_how_it_was_made(name: str) -> None:
     trace = read(TRACES / f"workload-{name}.jsonl")
     assert 200 <= len(trace.requests) <= 400 and not trace.skipped
     found = prefixes.faults(trace.requests)
     assert not any((found.several_parents, found.partial_reused, found.miscounted, found.wide))
     with (TRACES / f"workload-{name}.jsonl").open() as file:
         about = json.loads(next(file))["about"]
-    assert about.startswith("synthetic") and "traces/make_samples.py" in about
+    model = load(TRACES / f"models/{name}.json")
+    options = runpy.run_path(str(TRACES / "make_samples.py"))["WORKLOADS"][name]
+    assert about == f"synthetic, of {model.source}, {model.date}: llm-bench trace synth {name}.json {options}"
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_large_synthesis_has_the_quantiles_that_its_model_publishes(name: str) -> None:
+    """Shares of n draws up to a quantile are off by over 1.95 / sqrt(n) once in 1,000 by chance (Massart 1990)."""
+    model = load(TRACES / f"models/{name}.json")
+    law = model.streams[0].law
+    assert law is not None
+    made = synth(replace(model, block_size=0), seed=2, count=20_000)  # lengths are drawn before blocks are dealt
+    first = [r for r in made if not r.turn]
+    later = [r for r in made if r.turn]
+    drawn: dict[str, Sequence[float]] = {
+        "tokens_in": [r.tokens_in for r in first],
+        "tokens_out": [r.tokens_out or 0 for r in made],
+        "tokens_new": [r.tokens_new for r in later],
+        "think_s": [r.think_s or 0.0 for r in later],
+        "turns": list(Counter(r.session for r in made).values())[:-3] if later else [],  # the last ones are cut
+    }
+    for key, values in drawn.items():
+        ranked, table = np.sort(values), getattr(law, key)
+        assert bool(table) == bool(len(ranked)), key
+        for level, value in table:
+            below, up_to = (np.searchsorted(ranked, value, side) / len(ranked) for side in ("left", "right"))
+            assert below - 1.95 / len(ranked) ** 0.5 <= level <= up_to + 1.95 / len(ranked) ** 0.5, (key, level)
+        if table:
+            assert table[0][1] <= ranked[0] and ranked[-1] <= table[-1][1]
+    if not later:
+        rho = spearman(np.array(drawn["tokens_in"], float), np.array(drawn["tokens_out"], float))
+        assert rho == pytest.approx(law.spearman, abs=0.03)
+
+
+def test_a_model_that_is_taken_for_a_trace_is_told() -> None:
+    with pytest.raises(BenchError, match="a model, no trace; one is made of it by: llm-bench trace synth"):
+        read(TRACES / "models/chat.json")
+
+
+def test_models_share_prefixes_as_their_sources_do() -> None:
+    for name, hits, requests in (("rag", 0.314, 1000), ("long-context", 0.374, 12_031)):
+        model = load(TRACES / f"models/{name}.json")
+        saved, total = prefixes.prefix_bound(synth(model, seed=1, count=requests))
+        assert saved / total == pytest.approx(hits, abs=0.015), name
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_models_have_the_published_quantiles(name: str) -> None:
+    path = SHARED / "traces/presets_quantiles.json"
+    if not path.exists():
+        pytest.skip("presets_quantiles.json is not beside this checkout")
+    source, model = json.loads(path.read_text())[SOURCES[name]], load(TRACES / f"models/{name}.json")
+    law = model.streams[0].law
+    assert law is not None and model.conversations == law.rows == source["n"]
+    assert law.spearman == source["spearman"] and model.rate == pytest.approx(source["mean_rate_per_s"], rel=0.001)
+    for table, key in ((law.tokens_in, "input_quantiles"), (law.tokens_out, "output_quantiles")):
+        assert [value for _, value in table] == [source[key][round(100 * level)] for level, _ in table]
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from llm_bench import prefixes
 from llm_bench.errors import BenchError
 from llm_bench.fit import AGAIN, NEW, NEXT, NO_BLOCKS, OWN, Arrivals, Conversation, Model, Stream, Turn, fit
+from llm_bench.law import uniforms
 from llm_bench.prefixes import prefix_bound
 from llm_bench.request import Request, Trace
-from llm_bench.synth import arrivals, beta_shares, synth, uniforms, unit_gaps
+from llm_bench.synth import arrivals, beta_shares, synth, unit_gaps
 from llm_bench.ticks import inter_arrival_cv
 from llm_bench.trace import read, write
 from llm_bench.workload import dispersion, stamps
