@@ -90,7 +90,7 @@ def parse_loads(
 
 def run(
     context: typer.Context,
-    targets: Annotated[str, typer.Option(help="name,name=url,url: declared in targets.toml, or reference, or null.")],
+    targets: Annotated[str, typer.Option(help="name,name=url,url: of targets.toml, or a built-in one.")],
     trace: Annotated[Path, typer.Option(help="Trace file; its format is found by its keys.")],
     concurrency: Concurrency = "",
     rate: Rate = "",

@@ -26,8 +26,13 @@ from llm_bench.errors import BenchError, TargetError
 from llm_bench.proxy import Proxy
 
 # Targets that need no server of the user's: each is a process of its own that says on stdout where it listens.
+_ENGINE = ("-m", "reference_engine", "--port", "0", "--exit-with-stdin")
 BUILT_IN: dict[str, tuple[str, ...]] = {
-    "reference": ("-m", "reference_engine", "--port", "0", "--exit-with-stdin"),
+    "reference": _ENGINE,
+    # The same engine by how it batches, for a lesson in one command: --targets static,dynamic,continuous
+    "static": (*_ENGINE, "--batching", "static"),
+    "dynamic": (*_ENGINE, "--batching", "dynamic"),
+    "continuous": (*_ENGINE, "--batching", "continuous"),
     "null": ("-m", "llm_bench.null_target", "--port", "0", "--exit-with-stdin"),
 }
 ENGINE_NEEDS = ("torch", "aiohttp", "prometheus_client")
@@ -38,6 +43,7 @@ LEAST_SECRET = 6  # characters: a shorter value stands in ordinary text by chanc
 _NAME = re.compile(r"[\w.:\[\]-]+", re.A)  # it becomes part of file names
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110 5.6.2
+_VERSION = re.compile(r"/v\d+$")
 _OURS = {"content-length", "transfer-encoding", "connection", "host", "x-request-id"}  # headers that we must decide
 
 
@@ -46,15 +52,18 @@ class Target:
     """One server, as the user declares it. A key is named by its environment variable and never held here."""
 
     name: str
-    url: str = ""  # base, e.g. http://127.0.0.1:8000/v1; several with | between them are asked in turn
+    url: str = ""  # before a dialect's paths, e.g. http://127.0.0.1:8000/v1; several with | are asked in turn
     api: str = "openai-chat"  # a row of DIALECTS
     model: str = ""  # "": the first that /models lists
     key_env: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = ""  # path of a tokenizer.json
     max_model_len: int = 0  # 0: as probed
-    revision: str = ""
+    # What is measured, as declared; what a server says otherwise is refused by the probe.
+    revision: str = ""  # of the model
+    engine_version: str = ""
     precision: str = ""
+    image: str = ""  # of the container, best with its digest
     extra: Mapping[str, Any] = field(default_factory=dict)  # into every request's body
     cafile: str = ""  # https with a private authority
     insecure: bool = False  # https with any certificate
@@ -214,8 +223,9 @@ def _checked(target: Target) -> Target:
     for name in target.headers:
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OURS:
             raise BenchError(f"{who}: header {name!r} is no name of a header, or one that every request has already")
-    if target.key_env and "authorization" in {name.lower() for name in target.headers}:
-        raise BenchError(f"{who}: both key_env and a header Authorization; keep one of them")
+    key_header, _ = DIALECTS[target.api].site.key_header
+    if target.key_env and key_header.lower() in {name.lower() for name in target.headers}:
+        raise BenchError(f"{who}: both key_env and a header {key_header}; keep one of them")
     if target.cafile:
         tls(target)
     return replace(target, url="|".join(target.urls))
@@ -298,9 +308,16 @@ def tls(target: Target) -> ssl.SSLContext:
 
 def auth_headers(target: Target) -> list[tuple[str, str]]:
     """Extra headers of every request, the key among them. Never stored, never printed."""
+    theirs = {name.lower() for name in target.headers}
+    of_protocol = [(n, value) for n, value in DIALECTS[target.api].site.headers if n.lower() not in theirs]
+    return of_protocol + _secret_headers(target)
+
+
+def _secret_headers(target: Target) -> list[tuple[str, str]]:
     headers = list(target.headers.items())
     if target.key_env:
-        headers.append(("Authorization", f"Bearer {os.environ[target.key_env]}"))
+        name, form = DIALECTS[target.api].site.key_header
+        headers.append((name, form.format(key=os.environ[target.key_env])))
     return headers
 
 
@@ -311,7 +328,7 @@ def hider(target: Target) -> Callable[[str], str]:
     on; a proxy's password too. A text may be cut in the middle of one: from its first half on it is a secret too.
     """
     found: set[str] = set()
-    values = [value for _, value in auth_headers(target)]
+    values = [value for _, value in _secret_headers(target)]
     for url in target.urls:
         if (through := proxy_of(target, url)) is not None:
             values += [through.authorization, through.password]
@@ -370,10 +387,28 @@ def unused_proxy(url: str) -> str:
     return proxy.variable(url)
 
 
+def root_of(url: str) -> str:
+    """A target's URL without the version that OpenAI's end in: where servers have their own pages."""
+    return _VERSION.sub("", url)
+
+
+def asked_first(target: Target, url: str) -> tuple[str, str]:
+    """(method, address) of what tells whether a target's server is there, and where it can be, which models it has."""
+    site = DIALECTS[target.api].site
+    if site.models:
+        method, _, path = site.models.partition(" ")
+        return method, url + path
+    if not site.at_origin:
+        return "GET", url + site.ready
+    parts = urlsplit(url)
+    return "GET", f"{parts.scheme}://{parts.netloc}{site.ready}"
+
+
 def reachable(target: Target) -> bool:
     """Does anything still listen there? Asked when a run meets one refused connection after another."""
+    _, address = asked_first(target, target.urls[0])
     try:
-        httpx.get(f"{target.urls[0]}/models", timeout=5.0, verify=False, trust_env=False, proxy=httpx_proxy(target))
+        httpx.get(address, timeout=5.0, verify=False, trust_env=False, proxy=httpx_proxy(target))
     except httpx.TransportError:
         return False
     except httpx.HTTPError:

@@ -5,6 +5,7 @@ SIGTERM lets requests in flight end; a second one, SIGINT and the end of the pip
 
 import argparse
 import asyncio
+import ipaddress
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
+from typing import Any
 
 from reference_engine.config import EngineConfig
 
@@ -34,14 +36,21 @@ def arguments() -> argparse.ArgumentParser:
         const="-",
         help="append a JSON line for each request: outcome, tokens, where its time went; no FILE: to standard error",
     )
+    parser.add_argument(
+        "--log-steps",
+        metavar="FILE",
+        help="append a JSON line for each step: its work and its seconds (fit_cost reads it)",
+    )
+    parser.add_argument("--allow-faults", action="store_true", help="serve /fault, by which anybody may break things")
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop at the end of standard input")
     for field in fields(EngineConfig):
         flag, text = "--" + field.name.replace("_", "-"), f"{field.metadata['help']} (default: {field.default!r})"
+        # Only what was given is in the result: num_blocks and its alternatives exclude each other.
         if field.type is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
-            kind = int if field.type is int else str
-            parser.add_argument(flag, type=kind, default=field.default, help=text, metavar=kind.__name__.upper())
+            kind = field.type if field.type in (int, float) else str
+            parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text, metavar=kind.__name__.upper())
     return parser
 
 
@@ -49,13 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 stopped when told to, 1 the engine failed, 2 usage."""
     options = arguments().parse_args(argv)
     try:
-        config = EngineConfig(**{f.name: getattr(options, f.name) for f in fields(EngineConfig)})
+        config = configured(options)
         api_key = None if options.api_key_env is None else os.environ[options.api_key_env]
         log = _log(options.log_requests)
+        log_step = _log(options.log_steps)
     except ValueError as error:
         return _usage(str(error))
     except OSError as error:
-        return _usage(f"--log-requests: {error}")
+        return _usage(f"--log-requests, --log-steps: {error}")
     except KeyError:
         return _usage(f"--api-key-env: there is no environment variable {options.api_key_env}")
     # Read when torch is imported. Waiting threads must sleep: a spinning one takes the core of the load generator.
@@ -64,19 +74,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_S)
     import uvloop
 
-    return uvloop.run(serve(config, options.host, options.port, api_key, log, options.exit_with_stdin))
+    return uvloop.run(serve(config, options, api_key, log, log_step))
+
+
+def configured(options: argparse.Namespace) -> EngineConfig:
+    """Raises ValueError."""
+    given = {f.name: getattr(options, f.name) for f in fields(EngineConfig) if hasattr(options, f.name)}
+    config = EngineConfig(**given)
+    sized = config.kv_memory or config.memory_fraction
+    if sized and "num_blocks" in given:
+        raise ValueError("num_blocks is given, and bytes of the pool as well; would be right: one of them")
+    if config.model.startswith("sim:") and (sized or config.preemption == "swap"):
+        raise ValueError(f"{config.model} has no memory; would be right: num_blocks and preemption recompute")
+    return config
 
 
 async def serve(
     config: EngineConfig,
-    host: str,
-    port: int,
+    options: argparse.Namespace,
     api_key: str | None,
     log: Callable[[bytes], object] | None,
-    exit_with_stdin: bool,
+    log_step: Callable[[bytes], object] | None,
 ) -> int:
-    """Load, listen, say so in one line on standard output, wait to be told to stop."""
-    from reference_engine.engine import Engine
+    """Load, listen, say so in one line on standard output, wait to be told to stop or for the engine to fail."""
+    from reference_engine import cost_model, kv_memory
+    from reference_engine.engine import Engine, out_of_memory
     from reference_engine.runner import ModelRunner, load
     from reference_engine.server import Server, listen
 
@@ -89,24 +111,41 @@ async def serve(
 
     loop.add_signal_handler(signal.SIGTERM, lambda: end() if stop.is_set() else stop.set())
     loop.add_signal_handler(signal.SIGINT, end)
-    if exit_with_stdin:
+    if options.exit_with_stdin:
         threading.Thread(target=_watch_stdin, args=(loop, end), daemon=True).start()
     try:
-        runner, tokenizer = load(config)
-        facts = {}
+        runner, tokenizer = load(kv_memory.preliminary(config))
+        facts: dict[str, Any] = {}
+        copy = None
         if isinstance(runner, ModelRunner):
             runner.warmup()
-            facts = runner.facts()
+            config, memory = kv_memory.settle(config, runner)
+            config = kv_memory.with_swap(config, memory.block_bytes)
+            if config.swap_blocks:
+                copy = kv_memory.HostPool(runner, config.swap_blocks).copy
+            memory = memory._replace(swap_bytes=config.swap_blocks * memory.block_bytes)
+            facts = runner.facts() | {"memory": memory._asdict()}
         config = replace(config, max_model_len=config.max_model_len or runner.max_positions)
         name = config.served_name or runner.name
-        engine = Engine(config, runner, runner.eos_ids, name)
+        engine = Engine(
+            config, runner, runner.eos_ids, name, cost_model.clock(config.time_scale)[0],
+            reload=lambda: load(config)[0], tell=_say, on_end=stop.set, copy=copy, log_step=log_step,
+        )  # fmt: skip
     except (ValueError, OSError) as error:
         return _usage(str(error))
-    server = Server(engine, tokenizer, runner.vocab_size, name, api_key, log)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return _usage(f"memory does not hold the model and a pool of {config.num_blocks} blocks: {error}")
+    server = Server(engine, tokenizer, runner.vocab_size, name, api_key, log, options.allow_faults)
+    del runner  # the engine's alone: where it is loaded anew, the old one must go first
+    host = options.host
     try:
-        app, port = await listen(server, host, port)
+        app, port = await listen(server, host, options.port)
     except OSError as error:
-        return _usage(f"--host {host} --port {port}: {error}")
+        return _usage(f"--host {host} --port {options.port}: {error}")
+    if warning := exposed(host, api_key is not None, options.allow_faults):
+        _say(warning)
     engine.start()
     print(json.dumps({"config": asdict(config), "runner": facts}), file=sys.stderr, flush=True)
     print(json.dumps({"listening": f"http://{host}:{port}/v1", "model": name}), flush=True)
@@ -118,6 +157,20 @@ async def serve(
     await engine.stop()
     await app.cleanup()
     return int(failed)
+
+
+def exposed(host: str, key: bool, faults: bool) -> str:
+    """What to say of an address that other machines reach; "" for a loopback one."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or "" for all addresses
+        loopback = False
+    if loopback:
+        return ""
+    who = "whoever has the key, which goes unencrypted," if key else "anybody"
+    what = "use this server and break it by /fault" if faults else "use this server"
+    advice = "" if key else "; --api-key-env NAME asks for a key, --host 127.0.0.1 keeps it to this machine"
+    return f"warning: --host {host or repr('')}: {who} on the network can {what}{advice}"
 
 
 def _log(path: str | None) -> Callable[[bytes], object] | None:
@@ -135,8 +188,12 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> No
 
 
 def _usage(text: str) -> int:
-    print(f"reference_engine: {text}", file=sys.stderr)
+    _say(text)
     return 2
+
+
+def _say(text: str) -> None:
+    print(f"reference_engine: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Blocks:
         self.prefix_caching = prefix_caching
         self._hasher = hasher
         self.refs = [0] * num_blocks
+        self.held: list[int] = []  # kept from everybody, to put the memory under pressure
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first: the next to be taken
         self._content: list[bytes] = [b""] * num_blocks  # of published blocks, else b""
         self._by_hash: dict[bytes, int] = {}
@@ -104,6 +105,15 @@ class Blocks:
         sequence.blocks = []
         sequence.computed = sequence.published = 0
 
+    def hold(self, blocks: int) -> None:
+        """Keep so many, or as many of them as are free, from everybody; 0 gives all back."""
+        while len(self.held) > blocks:
+            block = self.held.pop()
+            self.refs[block] = 0
+            self.free[block] = None
+            self.free.move_to_end(block, last=False)  # nothing in it to reuse
+        self.held += [self._take() for _ in range(min(blocks - len(self.held), len(self.free)))]
+
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -114,6 +124,8 @@ class Blocks:
     def check(self, holders: Iterable[Sequence]) -> None:
         """Every invariant of the pool, given all sequences alive; AssertionError says which one is broken."""
         refs = [0] * self.num_blocks
+        for block in self.held:
+            refs[block] += 1
         for sequence in holders:
             assert len(set(sequence.blocks)) == len(sequence.blocks), "a table holds a block twice"
             for i, block in enumerate(sequence.blocks):

@@ -1,5 +1,6 @@
 """Every knob of the engine in one frozen dataclass; the server prints the effective values at start."""
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -19,8 +20,16 @@ class EngineConfig:
     served_name: str = knob("", "model name on the wire; empty: the model's own")
     dtype: str = knob("float32", "float32 | bfloat16")
     device: str = knob("auto", "auto | cpu | cuda")
+    cpu_kernels: str = knob("auto", "auto | torch | native: compiled once by this machine's own C++ compiler")
+    quantization: str = knob("none", "none | int8-weights: 8 bits, by output | int8: activations too, by row")
+    kv_cache_dtype: str = knob("auto", "auto: the dtype | int8: keys and values by token and head")
     block_size: int = knob(16, "tokens of a KV block")
     num_blocks: int = knob(2048, "KV blocks in the pool")
+    kv_memory: str = knob("", "bytes of the pool instead of its blocks: 512MiB, 4GB; the start-up line says how many")
+    memory_fraction: float = knob(0.0, "pool of this share of what is free after weights and workspace; 0: not so")
+    preemption: str = knob("recompute", "recompute | swap: KV of who gives way goes to host memory and back")
+    swap_blocks: int = knob(0, "swap: KV blocks in host memory; when they are full, who gives way recomputes")
+    swap_memory: str = knob("", "swap: bytes of host memory instead of blocks: 512MiB, 4GB")
     max_model_len: int = knob(0, "longest prompt + answer; 0: the model's own limit")
     max_num_seqs: int = knob(64, "most sequences that run at once")
     max_num_batched_tokens: int = knob(512, "token budget of a step")
@@ -34,6 +43,7 @@ class EngineConfig:
     drain_timeout: int = knob(30, "seconds that requests in flight have to end after SIGTERM")
     threads: int = knob(1, "torch threads; a second spinning one loses 4x beside a busy neighbour")
     seed: int = knob(0, "of random weights and of requests that bring none")
+    time_scale: float = knob(1.0, "sim: real seconds of a model's second; 0.1: ten times as fast, times as the model's")
 
     def __post_init__(self) -> None:
         for name in POSITIVE:
@@ -42,6 +52,20 @@ class EngineConfig:
         for name in ZERO_TOO:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; would be right: 0 or more")
+        if not 0 <= self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}; would be right: more than 0, at most 1")
+        if self.kv_memory:
+            size_bytes("kv_memory", self.kv_memory)
+            if self.memory_fraction:
+                raise ValueError("kv_memory and memory_fraction both size the pool; would be right: one of them")
+        if self.swap_memory:
+            size_bytes("swap_memory", self.swap_memory)
+        if (self.preemption == "swap") != bool(self.swap_blocks or self.swap_memory):
+            raise ValueError("preemption swap and swap_memory or swap_blocks go together; would be right: both or none")
+        if not 0.001 <= self.time_scale <= 1000:
+            raise ValueError(f"time_scale is {self.time_scale}; would be right: 0.001 to 1000")
+        if self.time_scale != 1 and not self.model.startswith("sim:"):
+            raise ValueError(f"time_scale is {self.time_scale} and the model {self.model!r}; would be right: sim:NAME")
 
     @property
     def pool_tokens(self) -> int:
@@ -53,6 +77,22 @@ class EngineConfig:
         return min(self.max_model_len or self.pool_tokens, self.pool_tokens)
 
 
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def size_bytes(name: str, text: str) -> int:
+    """Bytes of a text such as 512MiB or 1.5GB (powers of 1024 and of 1000). Raises ValueError, naming the knob."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    unit = found and next((scale for u, scale in UNITS.items() if u.lower() == found[2].lower()), None)
+    if not found or not unit or float(found[1]) * unit < 1:
+        raise ValueError(f"{name} is {text!r}; would be right: a number and {', '.join(filter(None, UNITS))}")
+    return int(float(found[1]) * unit)
+
+
 # A seed may be anything; 0 of these says: no such limit, or not at all.
-ZERO_TOO = ("max_model_len", "max_wait_ms", "max_queue", "queue_timeout", "drain_timeout")
+ZERO_TOO = ("max_model_len", "swap_blocks", "max_wait_ms", "max_queue", "queue_timeout", "drain_timeout")
 POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name not in ("seed", *ZERO_TOO)]

@@ -12,24 +12,39 @@ from typing import Any, TypeVar
 
 from reference_engine.admission import Rate, Refused, is_full, retry_after_s
 from reference_engine.config import EngineConfig
+from reference_engine.cost_model import load_of, step_line
+from reference_engine.faults import Fault, WorkerCrash, held_share, trouble
 from reference_engine.runner_api import Runner
-from reference_engine.scheduler import Output, Scheduler, check_fits, demand
+from reference_engine.scheduler import Copies, Output, Scheduler, check_fits, demand
 from reference_engine.sequence import SamplingParams, Sequence
 from reference_engine.telemetry import Telemetry
 
 T = TypeVar("T")
 Sink = Callable[[Output], None]  # called in the event loop
+Work = list[tuple[Sequence, int]]
+Computed = tuple[Work, list[int | None], list[Sequence]]  # what of a step was computed, its tokens; who could not be
+
+BACKOFF_S = 0.1  # before the first restart, doubled at each that follows: 3.1 s before the fifth
+MOST_CRASHES = 5  # within CRASH_WINDOW_S; one more, and a restart is no remedy
+CRASH_WINDOW_S = 60
 
 
 class EngineDownError(RuntimeError):
-    """The step loop has ended, by a fault or by a shutdown; the text says which."""
+    """The step loop does not run: for good, or (`retry_after_s`) until it was restarted. The text says why."""
+
+    def __init__(self, text: str, retry_after_s: int | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 class Engine:
     """All methods are for the event loop's thread. What the scheduler and the runner hold belongs to the step loop's.
 
-    A fault in a step ends the loop for good: every open request gets an output with finish reason "error", every later
-    one EngineDownError. A loop that went on would serve from blocks in an unknown state.
+    A fault in a step ends that life of the loop: every open request gets an output with finish reason "error", blocks
+    and queues, in an unknown state now, are replaced, and another life begins after a pause. From the second fault
+    within a minute on, the runner is loaded anew (`reload`); after the sixth the engine has `stopped` for good.
+    An allocation that fails is no fault: see `_compute`. What kills the process itself (a segmentation fault, the
+    kernel's OOM killer) is beyond this: the loop is a thread of it.
     """
 
     def __init__(
@@ -39,23 +54,47 @@ class Engine:
         eos_ids: frozenset[int],
         model_name: str,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        reload: Callable[[], Runner] | None = None,
+        tell: Callable[[str], object] = lambda text: None,
+        on_end: Callable[[], object] = lambda: None,
+        backoff_s: float = BACKOFF_S,
+        copy: Callable[[Runner, Copies], object] | None = None,
+        log_step: Callable[[bytes], object] | None = None,
     ) -> None:
+        """`tell`: takes a line about each restart. `on_end`: called once, when the engine has stopped for good.
+
+        `copy`: moves blocks of a runner to and from host memory, where preemption is by swap. `log_step`: takes a line
+        of what each step had to do and of the seconds that it took, as `now_ns` counts them.
+        """
         self.config = config
+        self.eos_ids = eos_ids
         self.scheduler = Scheduler(config, eos_ids)
         self.telemetry = Telemetry(self.scheduler, model_name)
         self.now_ns = now_ns
-        self.stopped = ""  # why the loop has ended
+        self.down = ""  # why the loop does not run now
+        self.stopped = ""  # why it never will again
+        self.faults: list[Fault] = []  # replaced, never changed: the step loop reads it
+        self.crashes: list[int] = []  # when, those within the window
+        self._reload, self._tell, self._on_end, self._backoff_s, self._copy = reload, tell, on_end, backoff_s, copy
+        self._log_step = log_step
         self._rate = Rate()
         self._submitted = self._submitted_tokens = 0
-        self._runner = runner
+        self._runner: Runner | None = runner  # None: it could not be loaded anew
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # None: stop
         self._sinks: dict[Sequence, Sink] = {}
         self._asked: set[asyncio.Future[Any]] = set()
         self._ids = itertools.count()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._failing_calls = 0  # of the runner, by a planted fault
+        self._halt = threading.Event()  # ends a planted stall early
+        self._thread: threading.Thread | None = None
+        self._restart: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
+        """Begin a life of the step loop."""
+        self._restart = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def sequence(
@@ -80,6 +119,15 @@ class Engine:
         """Sequences that were submitted and not yet scheduled, those in the inbox too."""
         return self._submitted - self.scheduler.line.left
 
+    def check_alive(self) -> None:
+        """Raises EngineDownError."""
+        if self.down:
+            raise self.down_error()
+
+    def down_error(self) -> EngineDownError:
+        """Of a loop that does not run."""
+        return EngineDownError(self.down, None if self.stopped else 1 + round(self._pause_s()))
+
     def check_queue(self) -> None:
         """Raises Refused if those who wait are as many as may. To be followed by the submission, without an await."""
         line = self.scheduler.line
@@ -93,7 +141,7 @@ class Engine:
 
     def submit(self, sequence: Sequence, sink: Sink) -> None:
         """`sink` gets every output until one has a finish reason. Raises EngineDownError."""
-        self._check_alive()
+        self.check_alive()
         self._submitted += 1
         self._submitted_tokens += demand(sequence)
         self._sinks[sequence] = sink
@@ -106,7 +154,7 @@ class Engine:
 
     async def ask(self, question: Callable[[], T]) -> T:
         """The answer of a function called between two steps, in the step loop's thread. Raises EngineDownError."""
-        self._check_alive()
+        self.check_alive()
         future: asyncio.Future[T] = self._loop.create_future()
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
@@ -118,43 +166,112 @@ class Engine:
         self._inbox.put(lambda: self._loop.call_soon_threadsafe(answer, question()))
         return await future
 
+    def plant(self, fault: Fault) -> None:
+        """From the next step or request on."""
+        self.faults = [*(f for f in self.faults if f.active), fault]
+
+    async def clear_faults(self) -> None:
+        """Also gives back what memory pressure holds, which an idle engine would do at its next step only."""
+        self.faults = []
+        if not self.down:
+            await self.ask(lambda: self.scheduler.blocks.hold(0))
+
     async def stop(self) -> None:
         """End the loop after the step it is in; open requests get an error."""
+        if self._restart:
+            self._restart.cancel()
+        self._halt.set()
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._thread:
+            await asyncio.to_thread(self._thread.join)
         self._end("the engine is shutting down")
-
-    def _check_alive(self) -> None:
-        if self.stopped:
-            raise EngineDownError(self.stopped)
 
     def _abort(self, sequence: Sequence, reason: str) -> None:
         if self.scheduler.abort(sequence, reason, self.now_ns()):
             self.telemetry.observe_end(sequence)
 
     def _run(self) -> None:
-        clean = False
+        """One life, in its thread."""
+        why = ""
         try:
+            if self.down:
+                if self._reload and len(self.crashes) > 1:
+                    self._runner = None  # else both models would be in memory
+                    self._runner = self._reload()
+                self._loop.call_soon_threadsafe(self._up)
             while self._drain():
-                begun_ns = self.now_ns()
-                expired = self.scheduler.expire(begun_ns)
-                work = self.scheduler.step(self.config.max_num_batched_tokens, begun_ns)
-                outputs: list[Output] = []
-                if work:
-                    tokens = self._runner.execute(work)
-                    now_ns = self.now_ns()
-                    outputs = self.scheduler.commit(work, tokens, now_ns)
-                    self._rate.observe(sum(n for _, n in work), (now_ns - begun_ns) / 1e9)
-                    self.telemetry.observe(outputs)
-                for output in expired:
-                    self.telemetry.observe_end(output.sequence)
-                if expired or outputs:
-                    self._loop.call_soon_threadsafe(self._deliver, expired + outputs)
-            clean = True
-        finally:  # the fault itself goes on to threading.excepthook, which prints its traceback
-            if not clean:
-                fault = sys.exc_info()[1]
-                self._loop.call_soon_threadsafe(self._end, f"the engine failed: {type(fault).__name__}: {fault}")
+                self._step()
+            return
+        except WorkerCrash as crash:
+            why = str(crash)
+        finally:  # any other fault goes on to threading.excepthook, which prints its traceback
+            fault = sys.exc_info()[1]
+            if fault or why:
+                self._loop.call_soon_threadsafe(self._crashed, why or f"{type(fault).__name__}: {fault}")
+
+    def _step(self) -> None:
+        scheduler, begun_ns = self.scheduler, self.now_ns()
+        if self.faults:
+            scheduler.blocks.hold(round(held_share(self.faults) * self.config.num_blocks))
+        outputs = scheduler.expire(begun_ns)
+        work = scheduler.step(self.config.max_num_batched_tokens, begun_ns)
+        for output in outputs:
+            self.telemetry.observe_end(output.sequence)
+        if scheduler.copies.out or scheduler.copies.into:
+            assert self._runner and self._copy
+            self._copy(self._runner, scheduler.copies)
+        if work:
+            computed, tokens, failed = self._troubled(work) if self.faults else self._compute(work)
+            now_ns = self.now_ns()
+            if self._log_step:
+                self._log_step(step_line(load_of(work), (now_ns - begun_ns) / 1e9))
+            made = scheduler.commit(computed, tokens, now_ns)
+            self._rate.observe(sum(n for _, n in work), (now_ns - begun_ns) / 1e9)
+            self.telemetry.observe(made)
+            outputs += made
+            for sequence in failed:
+                self._abort(sequence, "oom")
+                outputs.append(Output(sequence, -1, now_ns, 0, "oom"))
+        if outputs:
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _compute(self, work: Work) -> Computed:
+        """One failed allocation costs nobody anything: a step that memory does not hold is computed in halves.
+
+        Nothing was committed, and positions that it may have written are those that it writes again. Only who fails
+        alone has to end.
+        """
+        try:
+            return work, self._execute(work), []
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+        self.telemetry.failed_allocations += 1  # out here the traceback, and with it the step's tensors, are gone
+        if len(work) == 1:
+            return [], [], [work[0][0]]
+        middle = len(work) // 2
+        first, second = self._compute(work[:middle]), self._compute(work[middle:])
+        return first[0] + second[0], first[1] + second[1], first[2] + second[2]
+
+    def _execute(self, work: Work) -> list[int | None]:
+        if self._failing_calls:
+            self._failing_calls -= 1
+            raise MemoryError("a planted fault")
+        assert self._runner
+        return self._runner.execute(work)
+
+    def _troubled(self, work: Work) -> Computed:
+        """A step with what was planted for it."""
+        planned, begun_ns = trouble(self.faults), self.now_ns()
+        if planned.crash:
+            raise WorkerCrash("a planted crash")
+        self._halt.wait(planned.stall_s)
+        self._failing_calls = planned.failing_calls
+        computed = self._compute(work)
+        self._failing_calls = 0
+        real_s = (self.now_ns() - begun_ns) / 1e9 * self.config.time_scale
+        self._halt.wait((planned.factor - 1) * real_s if planned.factor > 1 else 0)
+        return computed
 
     def _drain(self) -> bool:
         """Take in what came since the last step, blocking while there is nothing to do; False: stop."""
@@ -164,7 +281,7 @@ class Engine:
                 wait_ns = self.scheduler.wait_ns(self.now_ns())
                 if wait_ns == 0:
                     return True
-                timeout_s = None if wait_ns is None else wait_ns / 1e9
+                timeout_s = None if wait_ns is None else wait_ns / 1e9 * self.config.time_scale
             try:
                 message = self._inbox.get(timeout=timeout_s)
             except Empty:
@@ -180,13 +297,63 @@ class Engine:
             if sink:
                 sink(output)
 
+    def _crashed(self, why: str) -> None:
+        """A life of the loop has ended by a fault: all that was open ends, all is made new, the next is due."""
+        if self.stopped:
+            return
+        now_ns = self.now_ns()
+        self.crashes = [ns for ns in self.crashes if now_ns - ns < CRASH_WINDOW_S * 1e9] + [now_ns]
+        if len(self.crashes) > MOST_CRASHES:
+            times = f"{len(self.crashes)} times within {CRASH_WINDOW_S} s"
+            self._end(f"the engine failed {times}, at last by {why}; it is not restarted any more")
+            self._tell(self.stopped)
+            return
+        self._fail_open(f"the engine failed: {why}; it is being restarted")
+        self._inbox = SimpleQueue()  # what is in the old one speaks of the old scheduler
+        counts = self.scheduler.counts
+        self.scheduler = self.telemetry.scheduler = Scheduler(self.config, self.eos_ids)
+        self.scheduler.counts = counts  # counters only ever grow
+        self._submitted = self._submitted_tokens = 0
+        self.telemetry.restarts += 1
+        pause_s = self._pause_s()
+        self._tell(f"{self.down}, for the {_nth(len(self.crashes))} time in {CRASH_WINDOW_S} s, in {pause_s:g} s")
+        self._restart = self._loop.call_later(pause_s, self.start)
+
+    def _pause_s(self) -> float:
+        return float(self._backoff_s * 2 ** (len(self.crashes) - 1))
+
+    def _up(self) -> None:
+        if not self.stopped:
+            self.down = ""
+
     def _end(self, why: str) -> None:
+        """For good."""
         if self.stopped:
             return
         self.stopped = why
+        self._fail_open(why)
+        self._on_end()
+
+    def _fail_open(self, why: str) -> None:
+        """Whoever waits for something hears that it will not come."""
+        self.down = why
         for future in list(self._asked):
-            future.set_exception(EngineDownError(why))
+            future.set_exception(self.down_error())
         while self._sinks:
             sequence, sink = self._sinks.popitem()
             self.telemetry.finished["error"] += 1
             sink(Output(sequence, -1, self.now_ns(), 0, "error"))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; torch says so on a GPU by a type (no torch is imported here), on a CPU in words."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(words in text for words in ("can't allocate memory", "CUDA out of memory", "ALLOC_FAILED"))
+    )
+
+
+def _nth(number: int) -> str:
+    return {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")

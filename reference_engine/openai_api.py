@@ -3,6 +3,7 @@
 Field names and error objects are OpenAI's (platform.openai.com/docs/api-reference); extensions have vLLM's names.
 """
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,36 @@ import orjson
 from reference_engine.sequence import SamplingParams, Sequence
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI documents; a chat has the rest of the context
-MOST_CHOICES = 128
+# What a stranger may ask for. A stop string is looked for at every token: 16 of 256 cost at most 0.4 ms there.
+MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
+LONGEST_NAME = 256  # characters of user, cache_salt, role
+MOST_MESSAGES = 4096
+MOST_NESTING = 32  # lists and objects within each other
+LONGEST_ERROR = 500  # characters of an error's message: a body of 16 MB is not sent back
+
+
+class Range(NamedTuple):
+    """What a numeric field may be; whole where the bounds are."""
+
+    default: float | None
+    low: float
+    high: float | None = None
+
+
+RANGES = {
+    "max_tokens": Range(None, 1),
+    "max_completion_tokens": Range(None, 1),  # of chats
+    "min_tokens": Range(0, 0),
+    "n": Range(1, 1, 128),
+    "priority": Range(0, -(2**31), 2**31 - 1),
+    "seed": Range(None, -(2**63), 2**63 - 1),
+    "temperature": Range(1.0, 0.0, 2.0),
+    "top_p": Range(1.0, 1e-6, 1.0),
+}
+FLAGS = ("stream", "ignore_eos", "include_timings")
+STREAM_FLAGS = ("include_usage", "continuous_usage_stats", "include_timings")  # of stream_options
+NAMES = ("user", "cache_salt")
 
 
 class Kind(NamedTuple):
@@ -61,6 +91,7 @@ ERROR_TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
@@ -70,10 +101,11 @@ ERROR_TYPES = {
 class ApiError(Exception):
     """An answer that is an error object. `param` names the field at fault."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         return error_body(self.status, str(self), self.param)
@@ -81,6 +113,7 @@ class ApiError(Exception):
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
     kind = ERROR_TYPES.get(status, "InternalServerError")
+    message = message if len(message) <= LONGEST_ERROR else message[:LONGEST_ERROR] + "…"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
@@ -106,7 +139,7 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
     """Raises ApiError: 404 for another model, 400 for the rest."""
     asked = body.get("model")
     if asked is not None and asked != model:
-        raise ApiError(404, f"the model {asked!r} does not exist; there is {model!r}", "model")
+        raise ApiError(404, f"the model {shown(asked)} does not exist; there is {model!r}", "model")
     for name, neutral in REFUSED.items():
         value = body.get(name)
         # Types are compared too: False is 0 in Python, but `logprobs: 0` asks for log probabilities.
@@ -118,24 +151,20 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
     stream = _flag(body, "stream")
     if options and not stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    max_tokens = _integer(body, "max_tokens", None, 1)
+    max_tokens = _integer(body, "max_tokens")
     if kind is CHAT:
-        max_tokens = _integer(body, "max_completion_tokens", max_tokens, 1)
-    min_tokens = _integer(body, "min_tokens", 0, 0) or 0
+        most = _integer(body, "max_completion_tokens")
+        max_tokens = max_tokens if most is None else most
+    min_tokens = _integer(body, "min_tokens") or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens {min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
-    salt = body.get("cache_salt")
-    if salt is not None and type(salt) is not str:
-        raise ApiError(400, "cache_salt: would be right: a string", "cache_salt")
-    user = body.get("user")
-    if user is not None and type(user) is not str:
-        raise ApiError(400, "user: would be right: a string", "user")
+    user, salt = (_name(body, name) for name in NAMES)
     sampling = SamplingParams(
         max_tokens=0,
         min_tokens=min_tokens,
-        temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
-        top_p=_number(body, "top_p", 1.0, 1e-6, 1.0),
-        seed=_integer(body, "seed", None, -(2**63), 2**63 - 1),
+        temperature=_number(body, "temperature"),
+        top_p=_number(body, "top_p"),
+        seed=_integer(body, "seed"),
         ignore_eos=_flag(body, "ignore_eos"),
         stop=_stops(body),
     )
@@ -146,48 +175,78 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
         messages=_messages(body) if kind is CHAT else [],
         max_tokens=max_tokens,
         sampling=sampling,
-        n=_integer(body, "n", 1, 1, MOST_CHOICES) or 1,
+        n=_integer(body, "n") or 1,
         stream=stream,
         include_usage=_flag(options, "include_usage"),
         continuous_usage=_flag(options, "include_usage") and _flag(options, "continuous_usage_stats"),
         include_timings=_flag(options, "include_timings") or _flag(body, "include_timings"),
-        priority=_integer(body, "priority", 0, -(2**31), 2**31 - 1) or 0,
-        client=user or "",
-        salt=(salt or "").encode(),
+        priority=_integer(body, "priority") or 0,
+        client=user,
+        salt=salt.encode(),
     )
+
+
+def check_nesting(data: bytes, body: Mapping[str, Any]) -> None:
+    """Raises ApiError if the body is too deep for what is done with it: templates, texts of errors.
+
+    `data` is what it was read from: where there are few brackets nothing has to be walked.
+    """
+    if data.count(b"[") + data.count(b"{") <= MOST_NESTING:
+        return
+    level: list[Any] = [body]
+    for _ in range(MOST_NESTING):
+        level = [v for inner in level for v in (inner.values() if type(inner) is dict else inner)
+                 if type(v) in (dict, list)]  # fmt: skip
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested more than {MOST_NESTING} deep")
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and type(value) is not bool:
-        raise ApiError(400, f"{name} is {value!r}; would be right: true or false", name)
+        raise ApiError(400, f"{name} is {shown(value)}; would be right: true or false", name)
     return bool(value)
 
 
-def _integer(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int | None = None) -> int | None:
+def _name(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
+    if value is not None and (type(value) is not str or len(value) > LONGEST_NAME):
+        raise ApiError(400, f"{name}: would be right: a string of at most {LONGEST_NAME} characters", name)
+    return value or ""
+
+
+def _integer(body: Mapping[str, Any], name: str) -> int | None:
+    value, allowed = body.get(name), RANGES[name]
     if value is None:
-        return default
+        return None if allowed.default is None else int(allowed.default)
+    low, high = allowed.low, allowed.high
     if type(value) is not int or value < low or (high is not None and value > high):
         right = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-        raise ApiError(400, f"{name} is {value!r}; would be right: {right}", name)
+        raise ApiError(400, f"{name} is {shown(value)}; would be right: {right}", name)
     return value
 
 
-def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
-    value = body.get(name)
+def _number(body: Mapping[str, Any], name: str) -> float:
+    value, (default, low, high) = body.get(name), RANGES[name]
+    assert default is not None and high is not None
     if value is None:
         return default
     if type(value) not in (int, float) or not low <= value <= high:
-        raise ApiError(400, f"{name} is {value!r}; would be right: a number from {low} to {high}", name)
+        raise ApiError(400, f"{name} is {shown(value)}; would be right: a number from {low} to {high}", name)
     return float(value)
 
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     value = body.get("stop")
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise ApiError(400, f"stop is {value!r}; would be right: a string or a list of strings, none empty", "stop")
+    if (
+        not isinstance(stops, list)
+        or len(stops) > MOST_STOPS
+        or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stops)
+    ):
+        right = f"a string of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them"
+        raise ApiError(400, f"stop is {shown(value)}; would be right: {right}", "stop")
     return tuple(stops)
 
 
@@ -210,14 +269,14 @@ def _prompt(body: Mapping[str, Any], vocab_size: int) -> tuple[str, list[int]]:
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages: would be right: a list of messages, not empty", "messages")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
+        raise ApiError(400, f"messages: would be right: a list of 1 to {MOST_MESSAGES} messages", "messages")
     return [_message(m, i) for i, m in enumerate(messages)]
 
 
 def _message(message: Any, i: int) -> dict[str, Any]:
     """Text parts become one string: no template of a text model wants them apart."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or len(message["role"]) > LONGEST_NAME:
         raise ApiError(400, f"messages[{i}]: would be right: an object with a role", "messages")
     content = message.get("content")
     if isinstance(content, list):
@@ -291,6 +350,11 @@ class Shell:
     def whole(self, choices: list[dict[str, Any]], said: dict[str, Any]) -> bytes:
         """The body of an answer that is not streamed."""
         return orjson.dumps({**self.fixed, "object": self.kind.object, "choices": choices} | said)
+
+
+def shown(value: Any) -> str:
+    """A stranger's value in an error's message: its beginning, and no deeper than that shows."""
+    return reprlib.repr(value)
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -16,6 +16,9 @@ POLICIES: dict[str, Callable[[Sequence], tuple[float, ...]]] = {
 #   continuous  at every step
 BATCHING = ("static", "dynamic", "continuous")
 
+# What becomes of the keys and values of who gives way: computed again, or copied to the host's memory and back.
+PREEMPTIONS = ("recompute", "swap")
+
 
 class Shares:
     """Start-time fair queueing (Goyal, Vin, Cheng 1996): each client's work begins where its last one would have ended.

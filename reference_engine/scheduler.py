@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reference_engine.admission import Line
 from reference_engine.blocks import Blocks
 from reference_engine.config import EngineConfig
-from reference_engine.policies import BATCHING, POLICIES, Shares
+from reference_engine.policies import BATCHING, POLICIES, PREEMPTIONS, Shares
 from reference_engine.sequence import Sequence
 
 
@@ -41,6 +41,15 @@ class Counts:
     prefix_hits: int = 0  # of them found
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    swapped_out: int = 0  # blocks copied to the host's pool
+    swapped_in: int = 0
+
+
+class Copies(NamedTuple):
+    """Blocks to be copied before a step computes, all `out` before all `into`: (block, slot of the host's pool)."""
+
+    out: list[tuple[int, int]]
+    into: list[tuple[int, int]]
 
 
 def check_fits(config: EngineConfig, prompt_len: int, max_tokens: int) -> None:
@@ -74,6 +83,8 @@ class Scheduler:
             raise ValueError(f"policy is {config.policy!r}; would be right: {', '.join(POLICIES)}")
         if config.batching not in BATCHING:
             raise ValueError(f"batching is {config.batching!r}; would be right: {', '.join(BATCHING)}")
+        if config.preemption not in PREEMPTIONS:
+            raise ValueError(f"preemption is {config.preemption!r}; would be right: {', '.join(PREEMPTIONS)}")
         self.config = config
         self.eos_ids = eos_ids
         self.key = POLICIES[config.policy]
@@ -85,6 +96,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.ended: list[Sequence] = []  # static: members that have ended, whose blocks are the batch's to its end
         self.counts = Counts()
+        self.slots = list(range(config.swap_blocks if config.preemption == "swap" else 0))  # free ones
+        self.copies = Copies([], [])  # of the step that was planned last
         self.line = Line(seats=config.max_num_seqs)
         self._left = self._left_tokens = 0
         self._shares = Shares()
@@ -153,6 +166,17 @@ class Scheduler:
 
         Nothing at all while a batch waits to be filled.
         """
+        self.copies = Copies([], [])
+        work = self._share_out(budget, now_ns)
+        if not work and self.blocks.held and self.wait_ns(now_ns) == 0:
+            self.blocks.hold(0)  # pressure makes the going hard, never impossible
+            work = self._share_out(budget, now_ns)
+        assert work or self.wait_ns(now_ns) != 0, "a step without progress"
+        self.counts.steps += bool(work)
+        self._look()
+        return work
+
+    def _share_out(self, budget: int, now_ns: int) -> list[tuple[Sequence, int]]:
         work: list[tuple[Sequence, int]] = []
         if not self.continuous and not self.running and not self.next and self.wait_ns(now_ns) == 0:
             self.next[:] = self._members()
@@ -170,9 +194,6 @@ class Scheduler:
             i += 1
         if self.counts.preemptions == preemptions:
             self._admit(work, budget, now_ns)
-        assert work or self.wait_ns(now_ns) != 0, "a step without progress"
-        self.counts.steps += bool(work)
-        self._look()
         return work
 
     def commit(self, work: list[tuple[Sequence, int]], tokens: list[int | None], now_ns: int) -> list[Output]:
@@ -196,6 +217,10 @@ class Scheduler:
         queues = (self.running, self.waiting) if self.continuous else (self.running, self.waiting, self.next)
         waiting = [s for queue in queues[1:] for s in queue]
         assert not any(s.blocks or s.computed for s in waiting), "a waiting sequence holds blocks"
+        slots = self.slots + [slot for s in waiting for slot in s.slots]
+        assert len(set(slots)) == len(slots), "a slot of the host's pool is held twice"
+        assert self.config.preemption != "swap" or len(slots) == self.config.swap_blocks, "a slot is missing"
+        assert not any(s.slots for s in (*self.running, *self.ended)), "a running sequence holds slots"
         alive = [*self.running, *waiting]
         assert len(set(alive)) == len(alive), "a sequence stands in two places"
         assert not any(s.finish_reason for s in alive), "a sequence runs on after its end"
@@ -261,9 +286,35 @@ class Scheduler:
         victim.evicted_ns = now_ns
         victim.recompute_to = max(victim.recompute_to, victim.computed)
         assert not victim.recompute_ns, "preempted while it made good its last preemption"
+        self._swap_out(victim)
         self.blocks.release(victim)
         self.counts.preemptions += 1
         insort(self.next, victim, key=self.key)  # before all that came later: first to come back
+
+    def _swap_out(self, victim: Sequence) -> None:
+        """What it has computed goes to the host's pool if there is room for all of it; else it is computed again."""
+        blocks = victim.blocks[: self.blocks.needed(victim.computed)]
+        if len(blocks) > len(self.slots):
+            return
+        victim.slots = [self.slots.pop() for _ in blocks]
+        victim.swapped = victim.computed
+        self.copies.out.extend(zip(blocks, victim.slots, strict=True))
+        self.counts.swapped_out += len(blocks)
+
+    def _swap_in(self, sequence: Sequence, cached: int) -> None:
+        """It has a table again, whose first `cached` blocks were still there. Its slots are free for the next step.
+
+        A slot is not given to another in this step: who comes back comes after all victims of the step.
+        """
+        pairs = list(zip(sequence.blocks, sequence.slots, strict=False))[cached:]
+        self.copies.into.extend(pairs)
+        self.counts.swapped_in += len(pairs)
+        sequence.computed = max(sequence.computed, sequence.swapped)
+        self._free_slots(sequence)
+
+    def _free_slots(self, sequence: Sequence) -> None:
+        self.slots += sequence.slots
+        sequence.slots, sequence.swapped = [], 0
 
     def _admit(self, work: list[tuple[Sequence, int]], budget: int, now_ns: int) -> None:
         """Waiting sequences in order until budget, seats or blocks end: none overtakes the first in line."""
@@ -274,13 +325,14 @@ class Scheduler:
                 i += 1
                 continue
             hits = self.blocks.match(sequence)
-            n = len(sequence.token_ids) - len(hits) * self.config.block_size
+            n = len(sequence.token_ids) - max(len(hits) * self.config.block_size, sequence.swapped)
             # Without chunks it must fit whole. A preempted one may have outgrown every budget: it comes back in chunks.
             if not self.config.chunked_prefill and budget < n <= self.config.max_num_batched_tokens:
                 return
             if not self.blocks.admit(sequence, hits, demand(sequence) if self.config.batching == "static" else 0):
                 return
             del self.next[i]
+            self._swap_in(sequence, len(hits))
             insort(self.running, sequence, key=self.key)
             self._count_admission(sequence, now_ns)
             n = min(n, budget)
@@ -326,6 +378,7 @@ class Scheduler:
         """It stands in no queue any more. In a static batch its blocks stay taken, unless its client left."""
         sequence.finish_reason = reason
         sequence.finished_ns = now_ns
+        self._free_slots(sequence)
         if self.config.batching == "static" and reason in ("stop", "length"):
             self.ended.append(sequence)
         else:

@@ -40,8 +40,10 @@ class Sequence:
     cached: int = 0  # prompt tokens taken from the prefix cache at first admission
     preemptions: int = 0
     evicted_len: int = 0  # tokens it had when last preempted: until it has more, it is not preempted again
+    slots: list[int] = field(default_factory=list)  # of the host's pool, while it waits swapped out
+    swapped: int = 0  # tokens whose keys and values are there
     recompute_to: int = 0  # tokens that were computed once and were lost; below, a step computes again
-    finish_reason: str = ""  # "" while alive; stop | length | abort | timeout | error
+    finish_reason: str = ""  # "" while alive; stop | length | abort | timeout | oom | error
     # CLOCK_MONOTONIC ns, 0 = not yet
     arrived_ns: int = 0
     scheduled_ns: int = 0  # first time it was given a token budget

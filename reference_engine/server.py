@@ -1,21 +1,24 @@
-"""The engine over HTTP: OpenAI's completions and chat, health, metrics. One event a token, written without a queue."""
+"""The engine over HTTP: a table of routes, who may use them, and what becomes of each request."""
 
 import asyncio
 import hmac
+import logging
 import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
-from aiohttp import HttpVersion11, web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from reference_engine.account import Account, account, server_timing, timings_of
+from reference_engine import faults, openapi
 from reference_engine.admission import Refused
+from reference_engine.answer import Answer, Choice, Entry
 from reference_engine.engine import Engine, EngineDownError
 from reference_engine.openai_api import (
     CHAT,
@@ -25,139 +28,27 @@ from reference_engine.openai_api import (
     Ask,
     Kind,
     Shell,
-    StopText,
+    check_nesting,
     error_body,
-    metrics_of,
     parse,
-    usage_of,
 )
-from reference_engine.scheduler import Output, TooLong
-from reference_engine.sequence import Sequence
-from reference_engine.tokenizer import ChatError, Detokenizer, Tokenizer
+from reference_engine.reply import error_response, json_response, outcome_of, reset, stream, whole
+from reference_engine.scheduler import TooLong
+from reference_engine.telemetry import REFUSED as REFUSED_REASONS
+from reference_engine.tokenizer import ChatError, Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 16 * 2**20  # a long context's token ids as JSON are about 8 bytes each
+CHARS_A_TOKEN = 128  # no token of a text is longer: a prompt of more characters need not be tokenised to be refused
+BODY_S = 60.0  # that a body may take to come
 LONG_TEXT = 4096  # characters; above, tokenising takes ms and would stall every stream: it goes to a thread
+LONGEST_REQUEST_ID = 128  # it stands in every event of its answer
 SHUTDOWN_S = 2.0
 
 
-class Choice:
-    """One sequence and the text it has become so far."""
-
-    def __init__(self, index: int, sequence: Sequence, tokenizer: Tokenizer) -> None:
-        self.index = index
-        self.sequence = sequence
-        self.tokens = 0
-        self.last: Output | None = None  # with a token; the sequence may be a step ahead when a stop string ends it
-        self.parts: list[str] = []
-        self.finish_reason = ""
-        self.detokenizer = Detokenizer(tokenizer, sequence.token_ids)
-        self.stops = StopText(sequence.params.stop)
-
-    def take(self, output: Output) -> str:
-        """The text that goes out with this token: the end token has none, a stop string ends the choice unseen."""
-        self.tokens += 1
-        self.last = output
-        self.finish_reason = output.finish_reason
-        text = "" if output.finish_reason == "stop" else self.detokenizer.push(output.token)
-        if output.finish_reason:
-            text += self.detokenizer.flush()
-        if self.tokens >= self.sequence.params.min_tokens:
-            text = self.stops.push(text, last=bool(output.finish_reason))
-            if self.stops.found is not None:
-                self.finish_reason = "stop"
-        return text
-
-
-class Answer:
-    """The choices of one request on their way to its client."""
-
-    def __init__(self, engine: Engine, kind: Kind, ask: Ask, shell: Shell, choices: list[Choice]) -> None:
-        self.engine = engine
-        self.kind = kind
-        self.ask = ask
-        self.shell = shell
-        self.choices = choices
-        self.write: Callable[[bytes], None] | None = None
-        self.begun = asyncio.Event()  # its first output, be it an error, is there
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.open = len(choices)
-        self.received_ns = choices[0].sequence.arrived_ns
-        self.enqueued_ns = 0
-        self.sent_ns = 0  # when its account was closed
-        self.ended_last = choices[0]
-
-    def submit(self) -> None:
-        """Raises EngineDownError. From here on `close` must follow."""
-        self.enqueued_ns = self.engine.now_ns()
-        for choice in self.choices:
-            self.engine.submit(choice.sequence, partial(self._sink, choice))
-
-    def close(self) -> None:
-        """However the request was left, also by cancellation, nothing of it goes on running."""
-        for choice in self.choices:
-            self.engine.abort(choice.sequence)
-        if self.done.done() and not self.done.cancelled():
-            self.done.exception()  # seen: its client may have left before
-
-    def said(self) -> dict[str, Any]:
-        """What the last event or the body says beside the choices; this closes the account."""
-        first, *others = self.choices
-        usage = usage_of(first.sequence.prompt_len, sum(c.tokens for c in self.choices), first.sequence.cached)
-        said: dict[str, Any] = {}
-        if self.ask.include_usage or not self.ask.stream:
-            said["usage"] = usage
-            if first.last and not others:  # several have no one first token
-                said |= metrics_of(first.sequence, first.tokens, first.last.at_ns)
-        if self.ask.include_timings:
-            said["timings"] = timings_of(self.account(), self.ended_last.sequence, self.ended_last.tokens)
-        return said
-
-    def account(self) -> Account:
-        """Closed at the first call."""
-        self.sent_ns = self.sent_ns or self.engine.now_ns()
-        choice = self.ended_last
-        return account(self.received_ns, self.enqueued_ns, choice.sequence, choice.last, self.sent_ns)
-
-    def _sink(self, choice: Choice, output: Output) -> None:
-        self.begun.set()
-        if output.finish_reason in ("error", "timeout"):
-            if not self.done.done():
-                self.done.set_exception(self._failure(output.finish_reason))
-            return
-        text = choice.take(output)
-        if choice.finish_reason and not output.finish_reason:
-            self.engine.abort(choice.sequence, "stop")
-        if self.write:
-            self.write(self._event(choice, text))
-        else:
-            choice.parts.append(text)
-        if choice.finish_reason:
-            self.ended_last = choice
-            self.open -= 1
-            if not self.open and not self.done.done():
-                self.done.set_result(None)
-
-    def _failure(self, reason: str) -> Exception:
-        if reason == "error":
-            return EngineDownError(self.engine.stopped)
-        limit_s = self.engine.config.queue_timeout
-        return Refused("timeout", f"not begun within {limit_s} s in the queue", self.engine.retry_after_s())
-
-    def _event(self, choice: Choice, text: str) -> bytes:
-        usage = b""
-        if self.ask.continuous_usage:
-            sequence = choice.sequence
-            usage = b',"usage":' + orjson.dumps(usage_of(sequence.prompt_len, choice.tokens, sequence.cached))
-        event = self.shell.event(choice.index, text, choice.finish_reason, choice.stops.found, usage)
-        if choice.tokens == 1 and self.kind is CHAT:
-            return self.shell.role_event(choice.index) + event
-        return event
-
-
 class Server:
-    """Routes over one engine. `api_key` guards /v1; None: everybody may. `log` takes one line a request."""
+    """Routes over one engine. `api_key` guards what is not open; None: everybody may. `log` takes a line a request."""
 
     def __init__(
         self,
@@ -167,6 +58,7 @@ class Server:
         model: str,
         api_key: str | None = None,
         log: Callable[[bytes], object] | None = None,
+        allow_faults: bool = False,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -174,6 +66,7 @@ class Server:
         self.model = model
         self.api_key = api_key
         self.log = log
+        self.allow_faults = allow_faults
         self.open = 0  # requests that are being answered
         self.drained_by_ns = 0  # when what is open will be cut off; 0: not draining
         self.created = int(time.time())  # the wall clock: OpenAI's `created` is a date
@@ -189,48 +82,49 @@ class Server:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/engine", self._engine)
-        app.router.add_post("/v1/completions", partial(self._generate, COMPLETION))
-        app.router.add_post("/v1/chat/completions", partial(self._generate, CHAT))
+        for (method, path), route in ROUTES.items():
+            if self.allow_faults or path != "/fault":
+                app.router.add_route(method, path, partial(route.handle, self))
+                if method == "GET":
+                    app.router.add_route("HEAD", path, partial(route.handle, self))
         return app
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Key, request id, and every refusal as an OpenAI error object."""
         try:
-            if self.api_key is not None and request.path.startswith("/v1/"):
-                given = request.headers.get("Authorization", "")
-                if not hmac.compare_digest(given.encode(errors="surrogateescape"), b"Bearer " + self.api_key.encode()):
-                    raise ApiError(401, "the API key is missing or wrong", "Authorization")
+            self._check_key(request)
             response = await handler(request)
-        except ApiError as error:
-            response = _json(error.status, error.body())
+        except (ApiError, EngineDownError, Refused) as error:
+            response = error_response(error)
         except TooLong as error:
-            response = _json(400, error_body(400, str(error), "max_tokens"))
-        except EngineDownError as error:
-            response = _json(500, error_body(500, str(error)))
-        except Refused as error:
-            status = 429 if error.reason == "queue_full" else 503
-            response = _json(status, error_body(status, str(error)))
-            response.headers["Retry-After"] = str(error.retry_after_s)
+            response = json_response(400, error_body(400, str(error), "max_tokens"))
         except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, body too large
-            response = _json(error.status, error_body(error.status, error.text or error.reason))
+            response = json_response(error.status, error_body(error.status, error.text or error.reason))
         if not response.prepared and "X-Request-Id" not in response.headers:
-            response.headers["X-Request-Id"] = _request_id(request)
+            response.headers["X-Request-Id"] = _own_id(request) or uuid.uuid4().hex
         return response
 
-    async def _health(self, request: web.Request) -> web.StreamResponse:
-        if self.engine.stopped:
-            raise EngineDownError(self.engine.stopped)
-        return _json(200, b'{"status":"ok"}')
+    def _check_key(self, request: web.Request) -> None:
+        """Raises ApiError. In constant time: how much of a wrong key is right must not show."""
+        route = ROUTES.get(("GET" if request.method == "HEAD" else request.method, request.path))
+        if self.api_key is None or (route and route.open):
+            return
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), b"Bearer " + self.api_key.encode()):
+            raise ApiError(401, "the API key is missing or wrong", "Authorization")
 
-    async def _ready(self, request: web.Request) -> web.StreamResponse:
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        self.engine.check_alive()
+        return json_response(200, b'{"status":"ok"}')
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        """503 also where health is 500: not ready is not ready."""
         self._check_draining()
-        return await self._health(request)
+        try:
+            return await self.health(request)
+        except EngineDownError as error:
+            raise ApiError(503, str(error), retry_after_s=error.retry_after_s) from error
 
     def _check_draining(self) -> None:
         """Raises Refused; it is worth another try when this process is gone and its successor may be there."""
@@ -238,10 +132,14 @@ class Server:
             left_s = math.ceil((self.drained_by_ns - self.engine.now_ns()) / 1e9)
             raise Refused("draining", "the server is shutting down", max(1, left_s))
 
-    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.engine.telemetry.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        served = [route for route in ROUTES if self.allow_faults or route[1] != "/fault"]
+        return json_response(200, orjson.dumps(openapi.document(served, self.vocab_size, MAX_BODY_BYTES)))
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
         model = {
             "id": self.model,
             "object": "model",
@@ -249,11 +147,11 @@ class Server:
             "owned_by": "reference_engine",
             "max_model_len": self.engine.config.context,
         }
-        return _json(200, orjson.dumps({"object": "list", "data": [model]}))
+        return json_response(200, orjson.dumps({"object": "list", "data": [model]}))
 
-    async def _engine(self, request: web.Request) -> web.StreamResponse:
+    async def state(self, request: web.Request) -> web.StreamResponse:
         """Effective configuration and state; at idle also whether every block came back."""
-        return _json(200, orjson.dumps(await self.engine.ask(self._state)))
+        return json_response(200, orjson.dumps(await self.engine.ask(self._state)))
 
     def _state(self) -> dict[str, Any]:
         scheduler = self.engine.scheduler
@@ -264,37 +162,54 @@ class Server:
             "waiting": scheduler.queued,
             "free_blocks": len(scheduler.blocks.free),
             "counts": asdict(scheduler.counts),
+            "restarts": self.engine.telemetry.restarts,
             "check": None if scheduler.busy else _verdict(scheduler.check),
         }
 
-    async def _generate(self, kind: Kind, request: web.Request) -> web.StreamResponse:
+    async def plant_fault(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self.engine.plant(faults.read(await _body(request)))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        return await self.list_faults(request)
+
+    async def list_faults(self, request: web.Request) -> web.StreamResponse:
+        active = [{"kind": f.kind, **f.fields, "seen": f.seen, "hits": f.hits} for f in self.engine.faults if f.active]
+        return json_response(200, orjson.dumps({"active": active}))
+
+    async def clear_faults(self, request: web.Request) -> web.StreamResponse:
+        await self.engine.clear_faults()
+        return await self.list_faults(request)
+
+    async def generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         """One request from its arrival to its line in the log, whatever becomes of it."""
-        entry = Entry(_request_id(request), self.engine.now_ns())
+        entry = Entry(_own_id(request) or uuid.uuid4().hex, self.engine.now_ns())
         self.open += 1
         try:
             response = await self._answer(kind, request, entry)
             response.headers.setdefault("X-Request-Id", entry.request_id)
             return response
         except asyncio.CancelledError:
-            entry.outcome = "abort"
+            entry.outcome = entry.outcome or "abort"
             raise
-        except Refused as error:
-            entry.outcome = error.reason
-            self.engine.telemetry.refused[error.reason] += error.reason != "timeout"
-            raise
-        except EngineDownError:
-            entry.outcome = "error"
+        except (Refused, EngineDownError) as error:
+            entry.outcome = outcome_of(error)
+            if entry.outcome in REFUSED_REASONS:
+                self.engine.telemetry.refused[entry.outcome] += 1
             raise
         except (ApiError, TooLong, web.HTTPException):
-            entry.outcome = "refused"
+            entry.outcome = entry.outcome or "refused"
             raise
         finally:
             self.open -= 1
             if self.log:
                 self.log(entry.line(self.engine.now_ns()))
 
-    async def _answer(self, kind: Kind, request: web.Request, entry: "Entry") -> web.StreamResponse:
+    async def _answer(self, kind: Kind, request: web.Request, entry: Entry) -> web.StreamResponse:
         self._check_draining()
+        troubles = faults.struck(self.engine.faults, "request") if self.engine.faults else {}
+        if "http_error" in troubles:
+            return self._http_error(troubles["http_error"].fields["status"], request, entry)
         ask = parse(await _body(request), kind, self.model, self.vocab_size)
         if ask.priority and self.engine.config.policy != "priority":
             raise ApiError(
@@ -306,9 +221,22 @@ class Server:
         entry.answer = answer = Answer(self.engine, kind, ask, shell, choices)
         try:
             answer.submit()
-            return await (_stream(answer, request, entry) if ask.stream else _whole(answer))
+            if not ask.stream:
+                return await whole(answer, troubles)
+            if self.engine.faults:
+                troubles |= faults.struck(self.engine.faults, "stream")
+            return await stream(answer, request, entry, troubles)
         finally:
             answer.close()
+
+    def _http_error(self, status: str, request: web.Request, entry: Entry) -> web.StreamResponse:
+        """A planted fault. Raises ApiError unless it is a reset."""
+        entry.outcome = "fault"
+        if status != "reset":
+            raise ApiError(int(status), "a planted fault", retry_after_s=None if status == "500" else 1)
+        if request.transport:
+            reset(request.transport)
+        return web.Response()  # to nobody
 
     async def _tokens(self, ask: Ask) -> list[int]:
         """Token ids of the prompt. Raises ApiError."""
@@ -319,6 +247,10 @@ class Server:
             turn, size = partial(self.tokenizer.chat, ask.messages), sum(len(m["content"]) for m in ask.messages)
         else:
             turn, size = partial(self.tokenizer.encode, ask.text), len(ask.text)
+        most = self.engine.config.context * CHARS_A_TOKEN
+        if size > most:
+            param = "messages" if ask.messages else "prompt"
+            raise ApiError(400, f"a prompt of {size} characters; would be right: at most {most}", param)
         try:
             return await asyncio.to_thread(turn) if size > LONG_TEXT else turn()
         except ChatError as error:
@@ -345,111 +277,49 @@ class Server:
         return choices
 
 
-class Entry:
-    """What is known of a request, as a line of the log."""
-
-    def __init__(self, request_id: str, received_ns: int) -> None:
-        self.request_id = request_id
-        self.received_ns = received_ns
-        self.outcome = ""  # why it has no whole answer; "": it has, and the finish reason says more
-        self.answer: Answer | None = None
-
-    def line(self, now_ns: int) -> bytes:
-        """JSON. Of a request that never reached the scheduler all the time is http_in."""
-        said: dict[str, Any] = {"request_id": self.request_id, "received_ns": self.received_ns}
-        if self.answer is None:
-            parts = Account(now_ns - self.received_ns, 0, 0, 0, 0, 0, 0)
-            said["outcome"] = self.outcome
-        else:
-            parts = self.answer.account()
-            choices = self.answer.choices
-            said |= {
-                "outcome": self.outcome or self.answer.ended_last.finish_reason or "abort",
-                "stream": self.answer.ask.stream,
-                "prompt_tokens": choices[0].sequence.prompt_len,
-                "completion_tokens": sum(c.tokens for c in choices),
-                "cached_tokens": choices[0].sequence.cached,
-                "preemptions": sum(c.sequence.preemptions for c in choices),
-            }
-        return orjson.dumps(said | {"parts_ns": parts._asdict(), "total_ns": parts.total}) + b"\n"
+class Route(NamedTuple):
+    handle: Callable[[Server, web.Request], Awaitable[web.StreamResponse]]
+    open: bool = False  # to everybody, also where a key is asked for
 
 
-async def _whole(answer: Answer) -> web.StreamResponse:
-    await answer.done
-    choices = []
-    for choice in answer.choices:
-        text = "".join(choice.parts)
-        body = {"message": {"role": "assistant", "content": text}} if answer.kind is CHAT else {"text": text}
-        end = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stops.found}
-        choices.append({"index": choice.index} | body | end)
-    response = _json(200, answer.shell.whole(choices, answer.said()))
-    response.headers["Server-Timing"] = server_timing(answer.account())
-    return response
+# What is served; `openapi` describes each.
+ROUTES: dict[tuple[str, str], Route] = {
+    ("GET", "/health"): Route(Server.health, open=True),
+    ("GET", "/ready"): Route(Server.ready, open=True),
+    ("GET", "/metrics"): Route(Server.metrics, open=True),
+    ("GET", "/openapi.json"): Route(Server.openapi, open=True),
+    ("GET", "/v1/models"): Route(Server.models),
+    ("GET", "/v1/engine"): Route(Server.state),
+    ("POST", "/v1/completions"): Route(partial(Server.generate, kind=COMPLETION)),
+    ("POST", "/v1/chat/completions"): Route(partial(Server.generate, kind=CHAT)),
+    ("POST", "/fault"): Route(Server.plant_fault),
+    ("GET", "/fault"): Route(Server.list_faults),
+    ("DELETE", "/fault"): Route(Server.clear_faults),
+}
 
 
-async def _stream(answer: Answer, request: web.Request, entry: Entry) -> web.StreamResponse:
-    """Headers at once, then an event a token, straight to the transport: a queue and a task switch double its cost.
-
-    Where the queue has a time limit the headers wait for the first token: until then the status may have to be 503.
-    Nothing waits for a slow reader: what it has not read is kept, at most one answer.
-    """
-    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers={**headers, "X-Request-Id": entry.request_id})
-    early: list[bytes] = []  # events made before the headers were out
-    answer.write = early.append
-    if answer.engine.config.queue_timeout:
-        await answer.begun.wait()
-        if answer.done.done():
-            answer.done.result()  # raises what there is to be said with a status
-    transport = request.transport
-    try:
-        await response.prepare(request)
-    except ConnectionError:
-        transport = None
-    if transport is None:
-        entry.outcome = "abort"
-        return response  # left before the headers
-    chunked = request.version >= HttpVersion11
-
-    def write(event: bytes) -> None:
-        if not transport.is_closing():
-            transport.write(b"%x\r\n%b\r\n" % (len(event), event) if chunked else event)
-
-    for event in early:
-        write(event)
-    answer.write = write
-    try:
-        await answer.done
-        said = answer.said()
-        last = (answer.shell.last_event(said) if said else b"") + b"data: [DONE]\n\n"
-    except (EngineDownError, Refused) as error:  # the status is sent: the stream says it, and ends without [DONE]
-        down = isinstance(error, EngineDownError)
-        entry.outcome = "error" if down else "timeout"
-        last = b"data: " + error_body(500 if down else 503, str(error)) + b"\n\n"
-    try:
-        await response.write_eof(last)
-    except ConnectionError:  # it left in this very moment; its handler could not be cancelled in time
-        entry.outcome = entry.outcome or "abort"
-    return response
-
-
-def _request_id(request: web.Request) -> str:
-    """The client's own, or one made up."""
-    return request.headers.get("X-Request-Id") or uuid.uuid4().hex
+def _own_id(request: web.Request) -> str:
+    """The client's own id of its request, if it is fit for a header and for JSON; else ""."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable() else ""
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
+    """Raises ApiError."""
     try:
-        body = orjson.loads(await request.read())
+        async with asyncio.timeout(BODY_S):
+            data = await request.read()
+        body = orjson.loads(data)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body took longer than {BODY_S:g} s") from error
+    except (ClientPayloadError, HttpProcessingError, web.RequestPayloadError) as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from error
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; would be right: an object")
+    check_nesting(data, body)
     return body
-
-
-def _json(status: int, body: bytes) -> web.Response:
-    return web.Response(status=status, body=body, content_type="application/json")
 
 
 def _verdict(check: Callable[[], None]) -> str:
@@ -460,9 +330,18 @@ def _verdict(check: Callable[[], None]) -> str:
     return "ok"
 
 
+def _not_a_strangers(record: logging.LogRecord) -> bool:
+    """Whether an error is ours: who sends what is no HTTP, or a body that cannot be read, fills no log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
+
+
 async def listen(server: Server, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Start to accept; (runner to clean up, port that was bound). A client that leaves cancels its handler."""
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    logger = logging.getLogger(__name__)
+    logger.addFilter(_not_a_strangers)
+    runner = web.AppRunner(
+        server.app(), access_log=None, logger=logger, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+    )
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=1024).start()
     return runner, int(runner.addresses[0][1])

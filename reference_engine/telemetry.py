@@ -31,7 +31,7 @@ HISTOGRAMS = {
     "vllm:request_prefill_time_seconds": ("First scheduled to first token.", REQUEST_S),
     "vllm:request_decode_time_seconds": ("First token to end.", REQUEST_S),
 }
-FINISHED = ("stop", "length", "abort", "timeout", "error")
+FINISHED = ("stop", "length", "abort", "timeout", "oom", "error")
 REFUSED = ("queue_full", "draining")
 
 
@@ -65,6 +65,8 @@ class Telemetry:
         self.histograms = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.finished: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.failed_allocations = 0
+        self.restarts = 0  # of the step loop, after a fault
         self.ttft = self.histograms["vllm:time_to_first_token_seconds"]
         self.itl = self.histograms["vllm:inter_token_latency_seconds"]
         self.registry = CollectorRegistry(auto_describe=False)
@@ -116,7 +118,15 @@ class Telemetry:
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", counts.prefix_hits),
             ("vllm:prompt_tokens", "Prompt tokens of sequences that have a first token.", counts.prompt_tokens),
             ("vllm:generation_tokens", "Tokens sampled.", counts.generation_tokens),
+            ("reference_engine:swapped_out_blocks", "Blocks copied to host memory.", counts.swapped_out),
+            ("reference_engine:swapped_in_blocks", "Blocks copied back.", counts.swapped_in),
+            ("reference_engine:restarts", "Restarts of the step loop after a fault.", self.restarts),
             ("reference_engine:steps", "Steps of the engine.", counts.steps),
+            (
+                "reference_engine:failed_allocations",
+                "Calls of the runner that memory did not hold.",
+                self.failed_allocations,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, total)

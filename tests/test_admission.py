@@ -382,7 +382,7 @@ def test_a_request_that_the_engine_failed_is_logged_as_an_error() -> None:
         def fault() -> None:
             raise RuntimeError("device lost")
 
-        async with serving(before=fault) as served:
+        async with serving(before=fault, backoff_s=60) as served:
             body = {"prompt": "x", "max_tokens": 2}
             await asyncio.gather(*(call(served.port, COMPLETIONS, {**body, "stream": s}) for s in (True, False)))
             assert [line["outcome"] for line in served.log] == ["error", "error"]

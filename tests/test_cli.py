@@ -267,5 +267,6 @@ def test_targets_alone_lists_what_can_be_named(tmp_path):
         command("targets"), capture_output=True, text=True, check=False, cwd=tmp_path, env=environment()
     )
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["mine", "reference", "null"]
+    names = ["mine", "reference", "static", "dynamic", "continuous", "null"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == names
     assert "http://127.0.0.1:8000/v1" in done.stdout

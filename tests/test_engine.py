@@ -1,11 +1,13 @@
 import asyncio
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from reference_engine import cost_model
+from reference_engine import cost_model, faults
 from reference_engine.config import EngineConfig
 from reference_engine.cost_model import PROFILES, CostModel, Profile, step_s
 from reference_engine.engine import Engine, EngineDownError
@@ -122,25 +124,210 @@ def test_too_long_is_refused_where_it_is_submitted() -> None:
     asyncio.run(main())
 
 
+def failing(*steps: int, error: Exception) -> Callable[[], None]:
+    """Raises in these steps, counted from 0."""
+    numbers = itertools.count()
+
+    def before() -> None:
+        if next(numbers) in steps:
+            raise error
+
+    return before
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_fault_in_a_step_ends_every_request_and_refuses_later_ones() -> None:
+def test_after_a_fault_in_a_step_everything_open_has_ended_and_everything_new_is_served() -> None:
     async def main() -> None:
-        steps = iter(range(3))
-
-        def fault() -> None:
-            if next(steps, None) is None:
-                raise RuntimeError("out of memory")
-
-        e, _ = engine(before=fault)
+        said: list[str] = []
+        runner = PagedStub(CONFIG.block_size, before=failing(3, error=RuntimeError("device lost")))
+        e = Engine(CONFIG, runner, runner.eos_ids, "stub", tell=said.append, backoff_s=0.05)
+        e.start()
         clients = [Client(e, P), Client(e, [9, *P])]
         for client in clients:
             await client.ended.wait()
             assert client.outputs[-1].finish_reason == "error"
-        assert e.stopped == "the engine failed: RuntimeError: out of memory"
-        with pytest.raises(EngineDownError, match="out of memory"):
+        assert e.down == "the engine failed: RuntimeError: device lost; it is being restarted"
+        with pytest.raises(EngineDownError, match="device lost") as down:
             Client(e, P)
+        assert down.value.retry_after_s == 1
         with pytest.raises(EngineDownError):
             await e.ask(lambda: None)
+        while e.down:
+            await asyncio.sleep(0.005)
+        (line,) = said
+        assert line.endswith("it is being restarted, for the 1st time in 60 s, in 0.05 s")
+        before = e.scheduler.counts.generation_tokens
+        assert before >= 3  # those of the life before
+        later = Client(e, P)
+        await later.ended.wait()
+        assert later.tokens == alone(CONFIG, P, 8)[0]
+        assert e.scheduler.counts.generation_tokens == before + 8  # a counter never goes back
+        assert (e.telemetry.finished["error"], e.telemetry.finished["length"]) == (2, 1)
+        await idle_check(e)
+        await e.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_was_said_to_a_dying_engine_is_not_said_to_the_next() -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        fail = failing(0, error=RuntimeError("device lost"))
+        runner = PagedStub(CONFIG.block_size, before=lambda: (gate.acquire(), fail()))
+        e = Engine(CONFIG, runner, runner.eos_ids, "stub", backoff_s=0.001)
+        e.start()
+        leaver, late = Client(e, P), Client(e, [9, *P])
+        while not e.scheduler.running:
+            await asyncio.sleep(0.001)
+        e.abort(leaver.sequence)  # in the step that fails: neither it nor `late` is known to the next scheduler
+        later = Client(e, [8, *P])
+        gate.release(1000)
+        for client in (late, later):
+            await client.ended.wait()
+            assert client.outputs[-1].finish_reason == "error"
+        while e.down:
+            await asyncio.sleep(0.001)
+        await idle_check(e)
+        last = Client(e, P)
+        await last.ended.wait()
+        assert last.tokens == alone(CONFIG, P, 8)[0]
+        assert (len(e.crashes), e.queued, e.telemetry.restarts) == (1, 0, 1)
+        await e.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_that_comes_again_and_again_ends_the_engine_after_the_runner_was_loaded_anew() -> None:
+    async def main() -> None:
+        said: list[str] = []
+        loads: list[PagedStub] = []
+        ended: list[str] = []
+
+        def load() -> PagedStub:
+            if len(loads) == 1:
+                loads.append(loads[0])
+                raise OSError("the file is gone")  # a load that fails is a fault as well
+            loads.append(PagedStub(CONFIG.block_size, before=failing(*range(100), error=ValueError("again"))))
+            return loads[-1]
+
+        e = Engine(
+            CONFIG, load(), frozenset(), "stub", reload=load, tell=said.append, backoff_s=0.001,
+            on_end=lambda: ended.append(e.stopped),
+        )  # fmt: skip
+        e.start()
+        while not e.stopped:
+            if not e.down:
+                client = Client(e, P)
+                await asyncio.wait_for(client.ended.wait(), 5)
+                assert client.outputs[-1].finish_reason == "error"
+            await asyncio.sleep(0.001)
+        assert "6 times within 60 s, at last by ValueError: again; it is not restarted any more" in e.stopped
+        assert [line.rpartition(" in ")[2] for line in said[:-1]] == [
+            "0.001 s",
+            "0.002 s",
+            "0.004 s",
+            "0.008 s",
+            "0.016 s",
+        ]
+        assert (said[-1], ended) == (e.stopped, [e.stopped])
+        assert len(loads) == 5  # the first, one that failed, three more; the first restart kept the runner it had
+        with pytest.raises(EngineDownError) as down:
+            Client(e, P)
+        assert down.value.retry_after_s is None
+        await e.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_faults_that_are_far_apart_are_forgiven() -> None:
+    async def main() -> None:
+        ahead_s = 0
+
+        def now_ns() -> int:
+            return time.monotonic_ns() + ahead_s * 1_000_000_000
+
+        runner = PagedStub(CONFIG.block_size, before=failing(*range(20), error=RuntimeError("device lost")))
+        e = Engine(CONFIG, runner, runner.eos_ids, "stub", now_ns, backoff_s=0.001)
+        e.start()
+        for _ in range(20):
+            await Client(e, P).ended.wait()
+            ahead_s += 30
+            while e.down:
+                await asyncio.sleep(0.001)
+        assert len(e.crashes) <= 2
+        assert not e.stopped
+        await e.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["stall", "slow_step"])
+def test_a_planted_wait_does_not_keep_the_engine_from_stopping(kind: str) -> None:
+    async def main() -> None:
+        e, _ = engine(before=lambda: time.sleep(0.01))
+        e.plant(faults.read({"kind": "stall", "seconds": 600} if kind == "stall" else {"kind": kind, "factor": 1000}))
+        client = Client(e, P)
+        await asyncio.sleep(0.05)
+        assert not client.outputs
+        await asyncio.wait_for(e.stop(), 5)
+        assert client.ended.is_set()
+
+    asyncio.run(main())
+
+
+TORCH_OOM = type("OutOfMemoryError", (RuntimeError,), {})
+NO_MEMORY = [
+    MemoryError(),
+    TORCH_OOM("CUDA out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda e: type(e).__name__)
+def test_a_failed_allocation_costs_nobody_a_token(error: Exception) -> None:
+    async def main() -> None:
+        e, runner = engine(before=failing(2, 5, 6, error=error))
+        clients = [Client(e, [i, *P]) for i in range(4)]
+        for i, client in enumerate(clients):
+            await client.ended.wait()
+            assert client.tokens == alone(CONFIG, [i, *P], 8)[0]
+        assert e.telemetry.failed_allocations == 3
+        assert not e.crashes
+        assert max(len(step) for step in runner.steps) == 4
+        await idle_check(e)
+        await e.stop()
+
+    asyncio.run(main())
+
+
+def test_who_needs_more_memory_than_there_is_ends_alone() -> None:
+    class Small(PagedStub):
+        """Has memory for so many contexts a call that one long one is too much."""
+
+        def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:
+            if sum(len(s.token_ids) for s, _ in work) > 30:
+                raise MemoryError
+            return super().execute(work)
+
+    async def main() -> None:
+        config = replace(CONFIG, num_blocks=40)
+        runner = Small(config.block_size)
+        e = Engine(config, runner, runner.eos_ids, "stub")
+        runner.pool = e.scheduler.blocks
+        e.start()
+        long = Client(e, [3] * 25)  # 25 + 8 tokens: over 30 at its sixth
+        others = [Client(e, [i, *P]) for i in range(3)]
+        for i, other in enumerate(others):
+            await other.ended.wait()
+            assert other.tokens == alone(config, [i, *P], 8)[0]
+        await long.ended.wait()
+        assert [o.finish_reason for o in long.outputs] == [""] * 6 + ["oom"]
+        assert long.tokens[:-1] == alone(config, [3] * 25, 8)[0][:6]
+        assert e.telemetry.finished == {"length": 3, "oom": 1}
+        await idle_check(e)
         await e.stop()
 
     asyncio.run(main())

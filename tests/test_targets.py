@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from llm_bench import probe, targets
-from llm_bench.dialects import Ask
+from llm_bench.bodies import Ask, asked
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
 from llm_bench.request import Request
@@ -201,6 +201,9 @@ def test_a_list_of_targets_says_which_keys_are_not_set_and_fails_for_none(tmp_pa
         "b  http://g/v1  openai-chat  key: $B_KEY",
         "c  http://f/v1  openai-chat  key: the environment variable not set",  # it may be the key itself
         "reference  built in, started for a run  openai-chat",
+        "static  built in, started for a run  openai-chat",
+        "dynamic  built in, started for a run  openai-chat",
+        "continuous  built in, started for a run  openai-chat",
         "null  built in, started for a run  openai-chat",
     ]
     with pytest.raises(BenchError, match="A_KEY"):
@@ -449,12 +452,12 @@ def test_a_probe_has_the_time_outs_of_a_request():
 )
 def test_what_is_asked_is_what_stands_in_the_final_body(extra, of_row, out, pinned, choices):
     request = Request(5, 7, prompt="x", extra=of_row)
-    assert probe.asked(request, Ask("m", extra=extra)) == (out, pinned, choices)
+    assert asked(request, Ask("m", extra=extra)) == (out, pinned, choices)
 
 
 def test_nothing_is_pinned_where_the_target_does_not_take_it_or_no_length_is_asked():
-    assert probe.asked(Request(5, 7), Ask("m", pin_lengths=False)) == (7, False, 1)
-    assert probe.asked(Request(5, None), Ask("m")) == (None, False, 1)
+    assert asked(Request(5, 7), Ask("m", pin_lengths=False)) == (7, False, 1)
+    assert asked(Request(5, None), Ask("m")) == (None, False, 1)
 
 
 def test_the_extra_of_a_target_counts_in_its_probe_too():

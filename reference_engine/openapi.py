@@ -1,0 +1,170 @@
+"""What the server serves, as an OpenAPI 3.1 document made from the tables that requests are checked by.
+
+Field names and types are OpenAI's; limits are this server's. A body may have more fields: unknown ones are ignored.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reference_engine.faults import FAULTS, Choice, Field, fields_of
+from reference_engine.openai_api import (
+    CHAT,
+    COMPLETION,
+    ERROR_TYPES,
+    FLAGS,
+    LONGEST_NAME,
+    LONGEST_STOP,
+    MOST_MESSAGES,
+    MOST_STOPS,
+    NAMES,
+    RANGES,
+    REFUSED,
+    STREAM_FLAGS,
+    Kind,
+    Range,
+)
+
+Schema = dict[str, Any]
+JSON, SSE, TEXT = "application/json", "text/event-stream", "text/plain"
+
+# Of each route: what it is for, and the statuses that an answer may have beside 200.
+ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
+    ("GET", "/health"): ("Whether the engine runs: 503 while it is being restarted, 500 if it never will", (500, 503)),
+    ("GET", "/ready"): ("Whether a request would be taken: not while draining or down", (503,)),
+    ("GET", "/metrics"): ("Prometheus text, vLLM's names", ()),
+    ("GET", "/openapi.json"): ("This document", ()),
+    ("GET", "/v1/models"): ("The model, in OpenAI's list", (401,)),
+    ("GET", "/v1/engine"): ("Effective configuration and state", (401, 500, 503)),
+    ("POST", "/v1/completions"): ("An answer to a prompt", (400, 401, 404, 408, 413, 429, 500, 503)),
+    ("POST", "/v1/chat/completions"): ("An answer to a conversation", (400, 401, 404, 408, 413, 429, 500, 503)),
+    ("POST", "/fault"): ("Plant a fault (--allow-faults)", (400, 401, 408, 413)),
+    ("GET", "/fault"): ("Faults that are active", (401,)),
+    ("DELETE", "/fault"): ("No faults any more", (401, 500, 503)),
+}
+
+
+def document(routes: Iterable[tuple[str, str]], vocab_size: int, max_body_bytes: int) -> Schema:
+    """`routes`: those of ROUTES that are served."""
+    bodies = {
+        "/v1/completions": _generate(COMPLETION, vocab_size),
+        "/v1/chat/completions": _generate(CHAT, vocab_size),
+        "/fault": {"oneOf": [_fault(name) for name in FAULTS]},
+    }
+    paths: dict[str, Schema] = {}
+    for method, path in routes:
+        summary, statuses = ROUTES[method, path]
+        said: Schema = {"summary": summary, "responses": {"200": _answer(path)}}
+        said["responses"] |= {str(status): {"$ref": "#/components/responses/error"} for status in statuses}
+        if method == "POST":
+            said["requestBody"] = {
+                "required": True,
+                "description": f"at most {max_body_bytes} bytes",
+                "content": {JSON: {"schema": bodies[path]}},
+            }
+        if 401 in statuses:
+            said["security"] = [{}, {"key": []}]  # a key is asked for only where the server was given one
+        paths.setdefault(path, {})[method.lower()] = said
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "reference_engine", "version": "1"},
+        "paths": paths,
+        "components": {
+            "responses": {"error": {"description": "no answer", "content": {JSON: {"schema": ERROR}}}},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": [*ERROR_TYPES.values(), "InternalServerError"]},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "integer"},
+            },
+        }
+    },
+}
+
+
+def _answer(path: str) -> Schema:
+    kinds = {"/metrics": (TEXT,), "/v1/completions": (JSON, SSE), "/v1/chat/completions": (JSON, SSE)}
+    return {"description": "the answer", "content": {kind: {} for kind in kinds.get(path, (JSON,))}}
+
+
+def _generate(kind: Kind, vocab_size: int) -> Schema:
+    ids: Schema = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
+    }
+    text: Schema = {"type": "string", "minLength": 1}
+    alone: Schema = {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": [text, ids]}}
+    stop: Schema = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
+    flags: Schema = {name: _or_null({"type": "boolean"}) for name in STREAM_FLAGS}
+    properties: Schema = {
+        "model": {"type": ["string", "null"]},
+        "stop": {"anyOf": [stop, {"type": "array", "maxItems": MOST_STOPS, "items": stop}, {"type": "null"}]},
+        "stream_options": _or_null({"type": "object", "properties": flags}),
+    }
+    properties |= {name: _range(allowed) for name, allowed in RANGES.items()}
+    properties |= {name: _or_null({"type": "boolean"}) for name in FLAGS}
+    properties |= {name: _or_null({"type": "string", "maxLength": LONGEST_NAME}) for name in NAMES}
+    properties |= {name: {"enum": [None, *neutral]} for name, neutral in REFUSED.items()}
+    if kind is CHAT:
+        properties["messages"] = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": MESSAGE}
+        return {"type": "object", "required": ["messages"], "properties": properties}
+    del properties["max_completion_tokens"]
+    properties["prompt"] = {"anyOf": [text, ids, alone]}
+    return {"type": "object", "required": ["prompt"], "properties": properties}
+
+
+PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "maxLength": LONGEST_NAME, "description": "those of the model's chat template"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
+    },
+}
+
+
+def _range(allowed: Range) -> Schema:
+    whole = type(allowed.low) is int
+    limits: Schema = {"type": ["integer" if whole else "number", "null"], "minimum": allowed.low}
+    limits |= {} if allowed.high is None else {"maximum": allowed.high}
+    return limits | ({} if allowed.default is None else {"default": allowed.default})
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+def _fault(name: str) -> Schema:
+    fields: Mapping[str, Field] = fields_of(FAULTS[name])
+    return {
+        "type": "object",
+        "description": FAULTS[name].text,
+        "required": ["kind"],
+        "additionalProperties": False,
+        "properties": {"kind": {"const": name}, **{field: _field(rule) for field, rule in fields.items()}},
+    }
+
+
+def _field(rule: Field) -> Schema:
+    if isinstance(rule, Choice):
+        return {"enum": [*rule.values, None], "default": rule.values[0], "description": rule.text}
+    kind = "integer" if type(rule.default) is int else "number"
+    limits = {"minimum": rule.low, "maximum": rule.high, "default": rule.default}
+    return {"type": [kind, "null"], "description": rule.text, **limits}
