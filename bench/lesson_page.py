@@ -56,8 +56,8 @@ _HEAD = """# Lessons
 
 What each choice of a serving engine costs and buys. Written by `python -m bench.lessons` (`make lessons`); do not edit.
 
-What each choice of a serving engine costs and buys. Made by `python -m bench.lessons` (`make lessons`); do not edit.
-a cost model (`sim:8b-h100`: overhead + max(weights, arithmetic) + contexts + attention, each step 3% more or less at
+The engine's own scheduler, blocks, policies and batching are simulated; only the time of a step comes from a cost
+model (`sim:8b-h100`: overhead + max(weights, arithmetic) + contexts + attention, each step 3% more or less at
 random) on a clock that jumps. So the times are those of a machine that was not there, the same on each computer that
 repeats them: what the scheduler makes of them is real, the shape of a curve more than its figures.
 """

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llm_bench import exchange as ends
-from llm_bench.dialects import Chunk, Delta, Dialect, Usage, plain_reader
 from llm_bench.exchange import Exchange
-from llm_bench.http1 import events, is_event_stream
+from llm_bench.framing import FRAMINGS
+from llm_bench.protocol import NOTHING, Chunk, Comes, Delta, Dialect, Usage, plain_reader
 
 REJECTED = (429, 503)
 SHOWN_BYTES = 300  # of a body, in an error's text
@@ -27,9 +27,6 @@ _DECIDED = {ends.CANCELLED: "cancelled", ends.CUT: "cut_at_end"} | dict.fromkeys
     ),
     "failed",
 )
-
-
-_UNREAD = Chunk()
 
 
 class Answer(NamedTuple):
@@ -49,6 +46,7 @@ class Answer(NamedTuple):
     tokens_cached: int
     tokens_out: int  # all choices
     tokens_out_from: str  # usage | tokenizer | events | ""; token ids on the wire count under "events"
+    tokens_reasoning: int  # of tokens_out, where the server says so
     tokens_counted: int  # of the same text by the tokenizer, where it was asked to check the usage; else -1
     text_bytes: int  # UTF-8, all choices, reasoning and tool calls too
     comments: int
@@ -78,14 +76,17 @@ def read(
     assert exchange.ended, "the exchange has not ended"
     body = _read_body(exchange, dialect, streamed)
     tally = body.tally
-    tokens_out, source = tally.tokens_out(count_tokens, body.is_stream)
+    tokens_out, source = tally.tokens_out(count_tokens, body.is_stream, dialect.comes.counts_events)
     sizes = tally.event_tokens if tally.event_ns else []
     if any(n <= 0 for n in sizes) or sum(sizes) != tokens_out:
         sizes = []
     labels: list[str] = []
     if streamed and not body.is_stream and tally.choices:
         labels.append("not streamed")
-    outcome, kind, error = _outcome(exchange, body, (tokens_out, source), (asked_out, choices), finish_expected, labels)
+    comes = dialect.comes._replace(ends_by_framing=True) if dialect.comes.single_pass else dialect.comes
+    outcome, kind, error = _outcome(
+        exchange, body, (tokens_out, source), (asked_out, choices), finish_expected, comes, labels
+    )
     if outcome == "ok" and pinned and asked_out is not None:
         asked = asked_out * max(choices, len(tally.choices))
         exact = source == "usage" or sizes  # an estimate can be short where the answer is not
@@ -106,6 +107,7 @@ def read(
         tally.tokens_cached,
         tokens_out,
         source,
+        tally.tokens_reasoning,
         tally.counted(count_tokens) if check_usage and source == "usage" else -1,
         tally.text_bytes,
         body.comments,
@@ -137,6 +139,7 @@ class _Tally:
     used_total: int = -1
     tokens_in: int = -1
     tokens_cached: int = -1
+    tokens_reasoning: int = -1
     error: str = ""
     done: bool = False
     server_ms: dict[str, float] = field(default_factory=dict)
@@ -214,8 +217,11 @@ class _Tally:
         # The prompt is computed once, however many choices repeat its count.
         self.tokens_in = max(self.tokens_in, usage.prompt_tokens)
         self.tokens_cached = max(self.tokens_cached, usage.cached_tokens)
+        self.tokens_reasoning = max(self.tokens_reasoning, usage.reasoning_tokens)
 
-    def tokens_out(self, count_tokens: Callable[[str], int] | None, is_stream: bool) -> tuple[int, str]:
+    def tokens_out(
+        self, count_tokens: Callable[[str], int] | None, is_stream: bool, counts_events: bool = False
+    ) -> tuple[int, str]:
         """Output tokens of all choices and where the figure is from: the weakest source among the choices'."""
         if self.used_total >= 0:
             return self.used_total, "usage"
@@ -224,7 +230,7 @@ class _Tally:
         if all(self.used.get(choice, -1) >= 0 for choice in self.choices):
             return sum(self.used[choice] for choice in self.choices), "usage"
         if self.event_tokens and min(self.event_tokens) >= 0:
-            return sum(self.event_tokens), "events"
+            return sum(self.event_tokens), "usage" if counts_events else "events"
         if count_tokens is not None and self.all_text:
             return self.counted(count_tokens), "tokenizer"
         if not is_stream:
@@ -250,9 +256,13 @@ class _Body(NamedTuple):
 def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     tally = _Tally()
     garbage = ""
-    is_stream = _is_stream(exchange, streamed)
+    framing, comes = FRAMINGS[dialect.comes.framing], dialect.comes
+    is_stream = framing.is_stream(streamed, exchange.status, exchange.headers, exchange.pieces)
+    if is_stream is None:  # a body of nothing but blanks is judged by what was asked
+        is_stream = streamed
+    before = ""  # of a protocol whose events repeat it
     if is_stream:
-        stamped, comments, leftover, names = events(exchange.read_ns, exchange.pieces)
+        stamped, comments, leftover, names = framing.events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)
     else:
         body = b"".join(exchange.pieces)
         stamped, comments, leftover, names = [(0, body)] if body else [], 0, b"", {}
@@ -272,19 +282,26 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
             chunk = dialect.decode(data)
         except ValueError as e:
             garbage = garbage or f"cannot be read: {e}: {_shown(data, 80)}"
-            chunk = _UNREAD
+            chunk = NOTHING
+        if comes.cumulative and chunk.deltas:
+            chunk, before = _added(chunk, before)
         if names.get(place) == "error" and not chunk.error:  # said by the event's name alone
             chunk = chunk._replace(error=_shown(data, SHOWN_BYTES) or "an error event without data")
         tally.add(ns, chunk)
     if texts:
         tally.add_plain(stamps, texts)
+    if comes.of_headers is not None and not is_stream:  # after the body: its token would make the head's usage stale
+        tally.add(0, comes.of_headers(exchange.headers))
     return _Body(tally, is_stream, comments, leftover, garbage)
 
 
-def _is_stream(exchange: Exchange, streamed: bool) -> bool:
-    """By what came, as `wire` judged it; a body of nothing but blanks by what was asked."""
-    told = is_event_stream(streamed, exchange.headers, exchange.pieces)
-    return streamed if told is None else told
+def _added(chunk: Chunk, before: str) -> tuple[Chunk, str]:
+    """The event with what it adds to the text before it, and all text so far. One that repeats nothing adds its all."""
+    delta = chunk.deltas[0]
+    repeats = delta.text.startswith(before)
+    new = delta.text[len(before) :] if repeats else delta.text
+    delta = delta._replace(text=new, bears_token=bool(new))
+    return chunk._replace(deltas=(delta,)), before + new if new else before
 
 
 def _outcome(
@@ -293,6 +310,7 @@ def _outcome(
     count: tuple[int, str],
     asked: tuple[int | None, int],
     finish_expected: bool,
+    comes: Comes,
     labels: list[str],
 ) -> tuple[str, str, str]:
     """(outcome, error kind, error text); adds to `labels`. The first rule that applies decides."""
@@ -316,16 +334,19 @@ def _outcome(
             return "failed", "protocol_error", body.garbage
         labels.append("unreadable event")  # a gateway's `data: ping` in an answer that is whole without it
     # Framing cut after the last word loses nothing; finish_reason alone is not that word: a choice may be missing.
-    heard_out = (finished or not finish_expected) if whole else (finished and (tally.done or source == "usage"))
+    framed = comes.ends_by_framing and ended == ends.COMPLETE
+    heard_out = (
+        (finished or framed or not finish_expected) if whole else (finished and (tally.done or source == "usage"))
+    )
     if not heard_out:
         return "failed", "truncated_stream", _truncated(exchange, body, tokens_out)
     seen_by_usage_alone = tally.finish.get(0) == "length" and tokens_out > 0  # its tokens have no text of their own
-    if not tally.bore and asked_out != 0 and not seen_by_usage_alone:
+    if not tally.bore and asked_out != 0 and not seen_by_usage_alone and not comes.single_pass:
         return "failed", "empty_output", f"HTTP {status} without a token, finish_reason {tally.finish.get(0, '')!r}"
-    if not finished:
+    if not finished and not framed:
         labels.append("end unproven")
-    elif body.is_stream and not tally.done:
-        labels.append("no [DONE]")
+    elif finished and body.is_stream and not tally.done and comes.last_word:
+        labels.append(f"no {comes.last_word}")
     if not whole:
         labels.append("closed without last chunk")
     return "ok", "", ""

@@ -1,9 +1,10 @@
-"""What a request says in each protocol: its body as JSON, made from its parts or as it was captured.
+"""What a request says: its body as JSON, made from its parts or as it was captured.
 
-No I/O and no clock. Field names are OpenAI's (https://platform.openai.com/docs/api-reference), extensions vLLM's.
+No I/O and no clock. Field names are OpenAI's (https://platform.openai.com/docs/api-reference), extensions vLLM's; a
+protocol that calls things otherwise brings its `Words`, and a trace's or a target's `extra` is put into them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -22,6 +23,9 @@ class Ask(NamedTuple):
     include_usage: bool = True  # stream_options.include_usage, where the target takes it
     pin_lengths: bool = True  # ignore_eos + min_tokens, where the target takes them
     extra: Mapping[str, Any] = {}  # put into every body
+
+
+PINS = ("ignore_eos", "min_tokens")  # what holds an answer to its length, in vLLM's words
 
 
 class Asked(NamedTuple):
@@ -60,13 +64,18 @@ def _body(what: JsonObject, request: Request, ask: Ask) -> bytes:
     body: JsonObject = {"model": ask.model or request.model, **what, "stream": ask.stream, "temperature": 0}
     if ask.stream and ask.include_usage:
         body["stream_options"] = {"include_usage": True}
-    if request.tokens_out is not None:
-        body["max_tokens"] = request.tokens_out
-        if ask.pin_lengths:
-            body |= {"ignore_eos": True, "min_tokens": request.tokens_out}
+    body |= _length(request, ask, PINS)
     if request.priority:
         body["priority"] = request.priority
-    return _dumped({**body, **ask.extra, **request.extra}, request)
+    return dumped({**body, **ask.extra, **request.extra}, request)
+
+
+def _length(request: Request, ask: Ask, pins: Sequence[str]) -> JsonObject:
+    """The fields that ask for an answer's length, held to it by `pins` where the target takes them."""
+    if request.tokens_out is None:
+        return {}
+    values = {"ignore_eos": True, "min_tokens": request.tokens_out}
+    return {"max_tokens": request.tokens_out} | {pin: values[pin] for pin in pins if ask.pin_lengths}
 
 
 def _final_body(request: Request, ask: Ask) -> JsonObject:
@@ -84,10 +93,10 @@ def _final_body(request: Request, ask: Ask) -> JsonObject:
 
 
 def _captured(request: Request, ask: Ask) -> bytes:
-    return _dumped(_final_body(request, ask), request)
+    return dumped(_final_body(request, ask), request)
 
 
-def _dumped(body: JsonObject, request: Request) -> bytes:
+def dumped(body: JsonObject, request: Request) -> bytes:
     try:
         return orjson.dumps(body)
     except orjson.JSONEncodeError as e:
@@ -121,9 +130,7 @@ def asked(request: Request, ask: Ask) -> Asked:
 
     A captured body says all of it: nothing is pinned there that it does not pin.
     """
-    pin = ask.pin_lengths and request.tokens_out is not None
-    ours = {"max_tokens": request.tokens_out} | ({"ignore_eos": True, "min_tokens": request.tokens_out} if pin else {})
-    body: Mapping[str, Any] = {**ours, **ask.extra, **request.extra}
+    body: Mapping[str, Any] = {**_length(request, ask, PINS), **ask.extra, **request.extra}
     if request.body is not None:
         body = _final_body(request, ask)
     out = whole(body.get("max_completion_tokens"), whole(body.get("max_tokens")))  # servers take the newer name first
@@ -140,3 +147,97 @@ def _prompts(prompt: Any) -> int:
 def whole(value: Any, other: int | None = None) -> int | None:
     """The value where it is a count that a record can hold, else `other`."""
     return value if type(value) is int and 0 <= value < 2**31 else other
+
+
+# ---- protocols that are not OpenAI's
+
+
+class Words(NamedTuple):
+    """How a protocol says what the sampler shall do."""
+
+    names: Mapping[str, str]  # OpenAI's or vLLM's word -> its own; a word that is not here goes out as it stands
+    section: str = ""  # of the body, where they stand; "": at its top
+    pins: tuple[str, ...] = ()  # of PINS, those that it has
+    stream: bool = True  # the body says whether the answer is streamed
+    model: bool = True  # the body names the model
+
+
+SAME = {word: word for word in ("temperature", "top_p", "top_k", "seed", "stop")}  # words that most have taken over
+
+
+def body_in(words: Words, what: JsonObject, request: Request, ask: Ask) -> JsonObject:
+    """A request's whole body: `what` is its prompt and what else is always asked for.
+
+    As for OpenAI's the trace's `extra` wins over the target's, and that over ours; one that is itself a table is merged
+    with the table of the same name. A captured body goes as it stands but for model and stream.
+    """
+    ours: JsonObject = {"model": ask.model or request.model} if words.model else {}
+    if words.stream:
+        ours["stream"] = ask.stream
+    if request.body is not None:
+        return {**ask.extra, **request.body, **request.extra, **ours}
+    said: JsonObject = {"temperature": 0, **_length(request, ask, words.pins), **ask.extra, **request.extra}
+    if "max_completion_tokens" in said:
+        said["max_tokens"] = said.pop("max_completion_tokens")  # the same by a newer name
+    body: JsonObject = {**ours, **what}
+    section: JsonObject = body.setdefault(words.section, {}) if words.section else body
+    for word, value in said.items():
+        if word in words.names:
+            section[words.names[word]] = value
+        elif word in _OURS:
+            if word in ask.extra or word in request.extra:
+                section[word] = value
+        elif isinstance(value, Mapping) and isinstance(body.get(word), dict):
+            body[word] |= value
+        else:
+            body[word] = value
+    return body
+
+
+_OURS = {"temperature", "max_tokens", *PINS}  # that we would ask for; not where the protocol has no word for it
+
+
+def asked_by(words: Words) -> Callable[[Request, Ask], Asked]:
+    """Reads what a request's final body asks of its answer's length; its prompt need not be made up yet."""
+    return lambda request, ask: _asked_in(words, body_in(words, {}, request, ask))
+
+
+def _asked_in(words: Words, body: Mapping[str, Any]) -> Asked:
+    section = body.get(words.section) if words.section else body
+    if isinstance(section, str):  # Triton's vLLM backend takes a text that is JSON
+        section = json_object(section)
+    if not isinstance(section, Mapping):
+        return Asked(None, False, 1)
+    out = whole(section.get(words.names.get("max_tokens", "max_tokens")))
+    held = {
+        "ignore_eos": section.get(words.names.get("ignore_eos", "")) is True,
+        "min_tokens": out is not None and (whole(section.get(words.names.get("min_tokens", ""))) or 0) >= out,
+    }
+    pinned = bool(words.pins) and out is not None and all(held[pin] for pin in words.pins)
+    pinned = pinned and not section.get(words.names.get("stop", "stop"))
+    return Asked(out, pinned, 1)
+
+
+def json_object(text: str) -> JsonObject:
+    """The object that a text is as JSON; {} for any other text."""
+    try:
+        value = orjson.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def messages_of(request: Request, api: str) -> list[JsonObject]:
+    """What a chat says; a prompt is its user's one message. Raises BenchError for what no chat can say."""
+    if request.messages is not None:
+        return [dict(message) for message in request.messages]
+    if request.prompt is None:
+        raise BenchError(f"line {request.line}: {api} takes messages or a prompt, no token ids")
+    return [{"role": "user", "content": request.prompt}]
+
+
+def prompt_of(request: Request, api: str) -> str:
+    """The one text of a protocol that takes one. Raises BenchError for what it cannot say."""
+    if request.prompt is None:
+        raise BenchError(f"line {request.line}: {api} takes a prompt as text, no messages and no token ids")
+    return request.prompt

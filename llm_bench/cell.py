@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import answer, arms, bodies, plan, prompts, selection, targets
+from llm_bench import answer, arms, plan, prompts, selection, targets
 from llm_bench.answer import Answer
 from llm_bench.arms import Place, Rounds
 from llm_bench.dialects import DIALECTS
@@ -20,6 +20,7 @@ from llm_bench.records import OUTCOMES, Record
 from llm_bench.request import Request
 from llm_bench.retry import Tried
 from llm_bench.targets import Target
+from llm_bench.transport import TRANSPORTS
 
 HISTORIES = ("live", "recorded")  # what a later turn holds of the answers before it: the server's, or made-up ones
 CLASS_IN_NAME = 30  # characters of a class in the name of a file, which has 255 bytes; the number tells cells apart
@@ -97,6 +98,8 @@ class Cell:
         self.options, self.target, self.found, self.load, self.place = options, target, found, load, place
         self.name = cell_name(number, target, load, None if place is None else place.pair)
         self.dialect = DIALECTS[target.api]
+        self.streamed = options.stream and self.dialect.comes.streams
+        self._frame = TRANSPORTS[self.dialect.transport].frame
         rows, laps = plan.select(
             requests,
             load,
@@ -169,7 +172,7 @@ class Cell:
         before = self._said.pop(self._before[index])
         said = self._read(before, previous).text
         new = self._filled(index, self.requests[index])
-        if self.target.api == "openai-completions":
+        if not self.dialect.takes.chat:
             filled = replace(new, prompt=f"{_text(before)}{said}\n{_text(new)}", messages=None)
         else:
             _, added = self._added(index, new)
@@ -195,10 +198,10 @@ class Cell:
         places = (self._numbers[last], self._numbers[index])
         if self._ids is not None:
             return prompts.continued_ids(before, request, salt, places, self._ids)
-        if self.target.api == "openai-completions" and request.prompt is None and before.tokens_in:
+        if not self.dialect.takes.chat and request.prompt is None and before.tokens_in:
             return prompts.continued(before, request, salt, places, self._sizer)
         new, answer = self._filled(index, request), prompts.answer_text(before, salt, places[0], self._sizer)
-        if self.target.api == "openai-completions":
+        if not self.dialect.takes.chat:
             return replace(new, prompt=f"{_text(before)} {answer}\n{_text(new)}")
         recorded, added = self._added(index, new)
         answered = recorded or ({"role": "assistant", "content": answer},)
@@ -222,24 +225,23 @@ class Cell:
         return prompts.fill(request, salt, number, self._sizer)
 
     def _payload(self, index: int, request: Request) -> bytes:
-        """The rest of the HTTP head and the body. What stands before it, keys included, is the wire's."""
+        """What the plan holds of a request: its body, as the transport frames it."""
         if index in self._go_on:
             self._said[index] = request
         model = request.model or _model_of(request.body) if self.options.keep_model else ""
         ask = self.found.ask._replace(model=model) if model else self.found.ask
         body = self.dialect.encode(request, ask)
         self._hashes[index] = prompts.prompt_hash(body)
-        head = f"X-Request-Id: {self._request_ids}{index}\r\nContent-Length: {len(body)}\r\n\r\n"
-        return head.encode() + body
+        return self._frame(f"{self._request_ids}{index}", body)
 
     # ---- what became of it
 
     def _read(self, request: Request, exchange: Exchange) -> Answer:
-        asked = bodies.asked(request, self.found.ask)
+        asked = self.dialect.takes.asked(request, self.found.ask)
         return answer.read(
             exchange,
             self.dialect,
-            streamed=self.options.stream,
+            streamed=self.streamed,
             asked_out=asked.out,
             pinned=self.found.lengths_pinned and asked.pinned,
             finish_expected=self.found.finish_reason_seen,
@@ -251,7 +253,7 @@ class Cell:
     def record(self, flight: Flight) -> Record:
         """The Record of a request that has ended, or was dropped; counts it."""
         index, request, tried = flight.index, self.requests[flight.index], flight.tried
-        asked_out = bodies.asked(request, self.found.ask).out
+        asked_out = self.dialect.takes.asked(request, self.found.ask).out
         record = Record(
             index=index,
             request_id=f"{self._request_ids}{index}",

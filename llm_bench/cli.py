@@ -145,34 +145,40 @@ def check(
     proxy: Proxy = "",
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
+    agree: Annotated[bool, typer.Option("--agree", help="Also where their greedy answers part.")] = False,
 ) -> None:
     """Ask each target what a measurement needs to know.
 
-    Is it reachable, which models has it, does it count its tokens, can lengths be pinned, how far away is it.
+    Is it reachable, which models and which build has it, does it count its tokens, can lengths be pinned, how far away
+    is it. Several targets stand side by side.
     """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from llm_bench import probe, prompts
+    from llm_bench import probe, probe_report, prompts
     from llm_bench import targets as known
 
     check_numbers(context.params)
     say, _ = terminal.voice()
     chosen = known.parse(targets, targets_file, given(context.params))
+    if agree and len(chosen) < 2:
+        raise BenchError(f"--agree: one target, {chosen[0].name}, expected two or more, such as a=URL,b=URL")
     for declared in chosen:
         if declared.tokenizer:
             prompts.exact(declared.tokenizer)  # refused here, not in a run
+    found = []
     for declared in chosen:
         with known.running(declared, say) as target:
-            found = probe.probe(target, say, ready_timeout)
-        table = Table(title=escape(target.name), title_justify="left", show_header=False)
-        for row in probe.check_rows(target, found):
-            table.add_row(*map(escape, row))
-        console = Console()
-        with console.capture() as shown:
-            console.print(table)
-        terminal.show(shown.get())
+            found.append((target, probe.probe(target, say, ready_timeout, compared=len(chosen) > 1)))
+    table = Table("", *(escape(target.name) for target, _ in found))
+    for row in probe_report.side_by_side(found):
+        table.add_row(*map(escape, row))
+    console = Console()
+    with console.capture() as shown:
+        console.print(table)
+    lines = probe_report.agreement_lines(found) if agree else []
+    terminal.show(shown.get() + "".join(f"{line}\n" for line in lines))
 
 
 @app.command()

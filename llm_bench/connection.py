@@ -24,7 +24,8 @@ from llm_bench.exchange import (
     Exchange,
     Timeouts,
 )
-from llm_bench.http1 import FRAMING_ERRORS, Response, Sse, is_event_stream
+from llm_bench.framing import FRAMINGS, SSE, Feeder
+from llm_bench.http1 import FRAMING_ERRORS, Response, Sse
 
 # A close this soon after the request left had crossed it on its way; a server that reads, works and drops takes longer.
 _CROSSING_NS = 50_000_000
@@ -41,11 +42,15 @@ class Pool:
     """The connections to one target, as many as requests in flight: those at work, and those that rest between two.
 
     `is_token` tells whether an event's data bears a token; None: answers are not streamed. Without `reuse` none rests.
+    `framing`: how the events of a streamed answer follow each other, a row of FRAMINGS.
     """
 
-    def __init__(self, timeouts: Timeouts, is_token: Callable[[bytes], bool] | None, reuse: bool) -> None:
+    def __init__(
+        self, timeouts: Timeouts, is_token: Callable[[bytes], bool] | None, reuse: bool, framing: str = SSE
+    ) -> None:
         self.timeouts = timeouts
         self.is_token = is_token
+        self.framing = FRAMINGS[framing]
         self.reuse = reuse
         self.idle: list[Connection] = []  # the one used last is taken first: the others may rest or time out
         self.busy: set[Connection] = set()
@@ -83,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._answered: asyncio.Future[None] = self._loop.create_future()
         self._response = Response()
-        self._sse = Sse()
+        self._feeder: Feeder = Sse()
         self._look: Callable[[list[bytes], int], None] | None = None  # what to look for in the next read
         self.begun_ns = 0  # the write; limits run from the end of it, or from here as long as it has none
         self._written = False
@@ -95,7 +100,7 @@ class Connection(asyncio.Protocol):
         """Write a whole request; the future is done when `exchange` has ended."""
         self._exchange = exchange
         self._answered = self._loop.create_future()
-        self._response, self._look = Response(exchange.pieces), self._look_for_head
+        self._response, self._look = self._pool.framing.response(exchange.pieces), self._look_for_head
         # An answer that is not streamed has no first token to wait for: only the total limit is left.
         self._phase_limit = (TTFT_TIMEOUT, self._limits.ttft_s if self._pool.is_token is not None else None)
         self._cancel_after_s = cancel_after_s
@@ -208,7 +213,7 @@ class Connection(asyncio.Protocol):
             self._alarm = None
         response = self._response
         response.let_go()
-        exchange.status, exchange.headers = response.status, response.headers
+        exchange.status, exchange.headers, exchange.chunk_ends = response.status, response.headers, response.ends
         exchange.ended, exchange.error, exchange.end_ns = ended, error, at_ns or now_ns()
         open_still = response.keep_alive and self._written and not self.transport.is_closing()
         if ended == COMPLETE and self._pool.reuse and open_still:
@@ -233,11 +238,11 @@ class Connection(asyncio.Protocol):
     def _look_for_kind(self, pieces: list[bytes], now: int) -> None:
         exchange = self._exchange
         assert exchange is not None
-        streamed = is_event_stream(True, self._response.headers, pieces)
+        streamed = self._pool.framing.is_stream(True, self._response.status, self._response.headers, pieces)
         if streamed is None:
             return
         if streamed:
-            self._sse = Sse()
+            self._feeder = self._pool.framing.feeder()
             self._look = self._look_for_token
         else:
             self._look = self._look_for_body
@@ -252,7 +257,7 @@ class Connection(asyncio.Protocol):
                 end = piece.find(b"\n\n", begin) + 2
                 part = piece[begin:end] if end > 1 else piece[begin:]
                 begin += len(part)
-                if any(map(is_token, self._sse.feed(part))):
+                if any(map(is_token, self._feeder.feed(part))):
                     assert self._exchange is not None
                     self._exchange.first_token_ns = now
                     self._look = None
@@ -306,8 +311,8 @@ class Connection(asyncio.Protocol):
         assert exchange is not None
         if not exchange.bytes_in:
             return "no byte of the answer"
-        sse = Sse()
-        count = sum(is_token(data) for piece in exchange.pieces for data in sse.feed(piece)) if is_token else 0
+        found = self._pool.framing.events(exchange.read_ns, exchange.pieces, self._response.ends)
+        count = sum(is_token(data) for _, data in found.stamped) if is_token else 0
         last_ns = exchange.read_ns[-1] if exchange.read_ns else exchange.first_byte_ns
         events = f"{count} token-bearing events, " if is_token else ""
         return f"{events}{exchange.bytes_in} bytes, the last read {(now_ns() - last_ns) / 1e9:.3f} s ago"

@@ -46,6 +46,7 @@ class Exchange:
     # The body as it came, a piece a read: piece k was read at read_ns[k], stamped before parsing.
     read_ns: "array[int]" = field(default_factory=lambda: array("q"))
     pieces: list[bytes] = field(default_factory=list)
+    chunk_ends: list[int] | None = None  # places in the body where HTTP chunks end, where they are all its framing
     bytes_in: int = 0  # all bytes received, heads and framing included
     bytes_out: int = 0  # handed to the socket, over all sendings of this attempt
     url_index: int = 0  # of the target's URLs, the one it went to

@@ -52,7 +52,9 @@ class Response:
         "status",
     )
 
-    def __init__(self, pieces: list[bytes] | None = None) -> None:
+    ends: list[int] | None = None  # places in the body where its HTTP chunks end, of a framing.ChunkedResponse
+
+    def __init__(self, pieces: list[bytes] | None = None, on_body: Callable[[bytes], object] | None = None) -> None:
         """`pieces`: the list to which the body is appended as it comes; None: one of our own, for `feed`."""
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []  # names in lower case
@@ -61,7 +63,7 @@ class Response:
         self.keep_alive = False  # what the head promises; llama.cpp promises and closes all the same
         self.close_delimited = False  # neither Content-Length nor chunked: the body ends when the peer closes
         self._pieces: list[bytes] = [] if pieces is None else pieces
-        self.on_body = self._pieces.append
+        self.on_body = on_body or self._pieces.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         if _LENIENT:
             self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)
@@ -241,7 +243,7 @@ class Events(NamedTuple):
     names: dict[int, str]  # place in `stamped` -> the event's name, of those that have one other than "message"
 
 
-def events(read_ns: Sequence[int], pieces: Sequence[bytes]) -> Events:
+def events(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] | None = None) -> Events:
     """All events of a body whose piece k was read at read_ns[k]; the events that one read completed share its stamp."""
     body = b"".join(pieces)
     if b"\r" in body or body.startswith(_BOM):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import calibration, clock, driver, limits, records, retry, scrape, shards, targets, wire
+from llm_bench import calibration, clock, driver, limits, records, retry, scrape, shards, targets, transport, wire
 from llm_bench.beside import TICK_S, Clerk, Say, Ticker, longest, progress
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
@@ -212,16 +212,16 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, halt, "interrupted")
     lines = [
-        wire.Wire(
-            url,
-            cell.dialect.path,
-            targets.auth_headers(cell.target),
-            options.timeouts,
-            cell.dialect.is_token if options.stream else None,
-            cafile=cell.target.cafile or None,
-            insecure=cell.target.insecure,
-            reuse=not options.connect_per_request,
-            proxy=targets.proxy_of(cell.target, url),
+        transport.TRANSPORTS[cell.dialect.transport].open(
+            transport.Asked(
+                cell.target,
+                url,
+                cell.dialect,
+                cell.found.model,
+                cell.streamed,
+                options.timeouts,
+                reuse=not options.connect_per_request,
+            )
         )
         for url in cell.target.urls
     ]

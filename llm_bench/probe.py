@@ -1,7 +1,4 @@
-"""What a target is asked before any load: is it there, models, usage, pinned lengths, what a prompt costs, round trip.
-
-Probes go through httpx, straight to the target as the load does, and are read by the same dialect and answer code.
-"""
+"""What a target is asked before any load: is it there, models, usage, pinned lengths, costs of a prompt, round trip."""
 
 import hashlib
 import time
@@ -10,22 +7,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx
-import orjson
 
-from llm_bench import answer, clock, targets
-from llm_bench.bodies import Ask, asked, whole
+from llm_bench import answer, clock, mistaken, pins, talk, targets
+from llm_bench.bodies import Ask, Asked
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
-from llm_bench.exchange import (
-    CLOSED,
-    COMPLETE,
-    CONNECT_ERROR,
-    CONNECT_TIMEOUT,
-    TOTAL_TIMEOUT,
-    TTFT_TIMEOUT,
-    Exchange,
-    Timeouts,
-)
+from llm_bench.exchange import Exchange, Timeouts
 from llm_bench.printable import clean
 from llm_bench.prompts import Sizer, probe_text
 from llm_bench.request import Request
@@ -36,12 +23,10 @@ Say = Callable[[str], None]
 PINNED_PROBE_TOKENS = 32  # asked of prompts whose natural answer is one word
 RTT_PROBES = 20
 RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep anyone waiting
-MODELS_BYTES = 1 << 24  # of an answer of /models; what is longer is no list of models
-SHOWN = 5  # of many models' names, in a sentence
 MODELS_KEPT = 50  # names in a record's header
 SETTLE_S = 10.0  # for a target to let go of what we have cut
 _DEFAULT = Timeouts()
-# Two texts without a common block: the second probe must not be answered from the first one's cache.
+# What compared targets are asked: their tokenizers show in what these cost, their weights in the answers.
 AGREEMENT = (
     "Name the first four planets.",
     "Continue: once upon a time",
@@ -50,6 +35,7 @@ AGREEMENT = (
     "Translate to French: good morning.",
 )
 AGREED_TOKENS = 16  # of each: where two builds part, they mostly do so early
+# Two texts without a common block: the second probe must not be answered from the first one's cache.
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
 
 
@@ -74,10 +60,15 @@ class Probe(NamedTuple):
     alone_tokens: int
     notes: list[str]
     agreement: Sequence[str] = ()  # hashes of its greedy answers to AGREEMENT, where targets are compared
+    agreement_tokens: Sequence[int] = ()  # what those prompts cost, template included
+    answers: Sequence[str] = ()  # the same answers as text; not stored
+    told: Mapping[str, str] = {}  # of pins.FACTS, what the server says
 
     def public(self) -> dict[str, Any]:
         ask = {**self.ask._asdict(), "extra": dict(self.ask.extra)}
-        return self._asdict() | {"ask": ask, "models": self.models[:MODELS_KEPT]}
+        facts = self._asdict() | {"ask": ask, "models": self.models[:MODELS_KEPT], "told": dict(self.told)}
+        del facts["answers"]
+        return facts
 
     @property
     def sizer(self) -> Sizer:
@@ -113,8 +104,9 @@ def probe(
         first, *others = (replace(target, url=url) for url in target.urls)
         found = _probe(first, tell, ready_s, stream, timeouts, compared)
         for other in others:  # each has to be there, and to be the same
-            with _client(other, timeouts) as client:
-                models, max_len = _models(client, other, ready_s, tell)
+            with talk.client_of(other, timeouts) as client:
+                models, max_len, _ = _models(client, other, ready_s, tell)
+                pins.check_alike(first, found.told, other.url, pins.told(client, other))
             if (models, other.max_model_len or max_len) != (found.models, found.max_model_len):
                 found.notes.append(f"{other.url} lists other models or limits than {first.url}: not the same work")
     except TargetError as e:
@@ -126,29 +118,27 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
     notes: list[str] = []
     if line := targets.proxy_line(target):
         say(line)
-    with _client(target, timeouts) as client:
-        models, max_len = _models(client, target, ready_s, say)
+    row = DIALECTS[target.api]
+    with talk.client_of(target, timeouts) as client:
+        models, max_len, seen = _models(client, target, ready_s, say)
         model = target.model or (models[0] if models else "")
-        if not model:
-            raise TargetError(
-                f"target {target.name}: {target.url}/models lists no model; give --model, or correct the URL: "
-                "that of an OpenAI-compatible server ends in /v1"
-            )
+        if not model and row.takes.model:
+            raise TargetError(mistaken.of_list(client, target, *seen))
         if models and model not in models:
-            notes.append(f"model {model!r} is not among those that /models lists: {_some(models)}")
+            notes.append(f"model {model!r} is not among those that it lists: {mistaken.some(models)}")
+        told = pins.told(client, target)
+        pins.check(target, told)
         rtt_ms, connect_ms = _round_trip(target, timeouts)
-        say(f"{target.name}: probing {model}")
-        ask, first, exchange = _ladder(client, target, Ask(model, stream=stream, extra=target.extra), timeouts, notes)
-        want = asked(_question(1), ask)
-        got_as_asked = want.out is not None and first.tokens_out == want.out * want.choices
-        pinned = want.pinned and got_as_asked and first.finish_reason == "length"
-        if want.pinned and not pinned:
-            notes.append(f"lengths are not pinned: asked {want.out} tokens with ignore_eos, got {first.tokens_out}")
-        elif ask.pin_lengths and not pinned:
-            notes.append("lengths are not pinned: `extra` of the target says otherwise")
-        if first.tokens_out_from != "usage":
-            notes.append("no usage in answers: output tokens are estimated")
-        base, per_word, cached = _sizes(client, target, ask, timeouts, notes)
+        say(f"{target.name}: probing {model or target.api}")
+        wanted = Ask(model, stream=stream and row.comes.streams, extra=target.extra)
+        ask, first, exchange = _ladder(client, target, wanted, models, timeouts, notes)
+        want = row.takes.asked(_question(1), ask)
+        pinned = want.pinned and _ended_at(first, want.out, want.choices, row.comes.ends_by_framing)
+        sized = (0.0, 1.0, False)
+        if not row.comes.single_pass:  # it has no tokens to count
+            notes += _of_lengths(target.api, want, ask, pinned, first)
+            sized = _sizes(client, target, ask, timeouts, notes)
+        base, per_word, cached = sized
         greedy = [_greedy(client, target, text, ask, timeouts) for text in AGREEMENT] if compared else []
     span_ms = (first.event_ns[-1] - first.event_ns[0]) / 1e6 if len(first.event_ns) > 1 else None
     gaps = first.tokens_out - 1 if want.choices == 1 else 0
@@ -170,19 +160,55 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         alone_ms=(exchange.end_ns - exchange.sent_ns) / 1e6,
         alone_tokens=max(first.tokens_out, 1),
         notes=notes,
-        agreement=greedy if all(greedy) else (),
+        told=told,
+        **_agreed(greedy),
     )
 
 
-def _greedy(client: httpx.Client, target: Target, text: str, ask: Ask, timeouts: Timeouts) -> str:
-    """A hash of the answer at temperature 0; "" where there is none. Engines may differ in it: a figure, no check."""
+def _ended_at(got: answer.Answer, out: int | None, choices: int, ends_by_framing: bool) -> bool:
+    """Is the answer as long as was asked, and not because the model happened to end there?"""
+    as_long = out is not None and got.tokens_out == out * choices
+    return as_long and (got.finish_reason == "length" or (ends_by_framing and not got.finish_reason))
+
+
+def _of_lengths(api: str, want: Asked, ask: Ask, pinned: bool, got: answer.Answer) -> list[str]:
+    """What cannot be asked of the answers' lengths, or told from them."""
+    notes, ways = [], " and ".join(DIALECTS[api].takes.pins)
+    if not ways:
+        notes.append(
+            f"lengths are not pinned: {api} has no way to ask for it, and answers end where the model ends them"
+        )
+    elif want.pinned and not pinned:
+        notes.append(f"lengths are not pinned: asked {want.out} tokens with {ways}, got {got.tokens_out}")
+    elif ask.pin_lengths and not pinned:
+        notes.append("lengths are not pinned: `extra` of the target says otherwise")
+    if got.tokens_out_from != "usage":
+        notes.append("no usage in answers: output tokens are estimated")
+    return notes
+
+
+def _greedy(client: httpx.Client, target: Target, text: str, ask: Ask, timeouts: Timeouts) -> tuple[str, int]:
+    """(answer at temperature 0, "" where there is none; tokens of the prompt). Engines may differ in it: no check."""
     request = Request(tokens_in=8, tokens_out=AGREED_TOKENS, prompt=text, extra={"temperature": 0})
-    got, _ = _ask(client, target, request, ask, timeouts)
-    return hashlib.blake2b(got.text.encode(), digest_size=8).hexdigest() if got.outcome == "ok" and got.text else ""
+    got, _ = talk.ask(client, target, request, ask, timeouts)
+    return (got.text, got.tokens_in) if got.outcome == "ok" else ("", -1)
 
 
-# Gauges of requests at work, of servers that tell: vLLM and the bundled engine, llama.cpp, TGI.
-_RUNNING = ("vllm:num_requests_running", "llamacpp:requests_processing", "tgi_batch_current_size")
+def _agreed(greedy: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """What is kept of the answers to AGREEMENT; nothing where one is missing."""
+    texts, costs = [text for text, _ in greedy], [tokens for _, tokens in greedy]
+    hashes = [hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest() for text in texts]
+    known: dict[str, Any] = {"agreement": hashes, "answers": texts} if texts and all(texts) else {}
+    return known | ({"agreement_tokens": costs} if costs and min(costs) >= 0 else {})
+
+
+# Gauges of requests at work, of servers that tell: vLLM and the bundled engine, llama.cpp, TGI, SGLang.
+_RUNNING = (
+    "vllm:num_requests_running",
+    "llamacpp:requests_processing",
+    "tgi_batch_current_size",
+    "sglang:num_running_reqs",
+)
 
 
 def settle(target: Target, say: Say, limit_s: float = SETTLE_S) -> None:
@@ -190,8 +216,8 @@ def settle(target: Target, say: Say, limit_s: float = SETTLE_S) -> None:
 
     What it still computes for nobody would slow the next cell.
     """
-    with _client(target, _DEFAULT) as client:
-        for url in (f"{url.removesuffix('/v1')}/metrics" for url in target.urls):
+    with talk.client_of(target, _DEFAULT) as client:
+        for url in (f"{targets.root_of(url)}/metrics" for url in target.urls):
             deadline_s = time.monotonic() + limit_s
             while (running := _running(client, url)) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
@@ -204,7 +230,7 @@ def settle(target: Target, say: Say, limit_s: float = SETTLE_S) -> None:
 def _running(client: httpx.Client, url: str) -> float | None:
     """Requests that a server says it works on; None where it does not say."""
     try:
-        status, body = _get(client, url, 5.0)
+        status, body = talk.page(client, "GET", url, 5.0)
         lines = body.decode(errors="replace").splitlines() if status == 200 else []
         found = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(_RUNNING)]
         return sum(map(float, found)) if found else None
@@ -212,30 +238,24 @@ def _running(client: httpx.Client, url: str) -> float | None:
         return None
 
 
-def _client(target: Target, timeouts: Timeouts) -> httpx.Client:
-    """One that says what the load says: same headers, no proxy of the environment, nothing compressed."""
-    headers = targets.auth_headers(target)
-    ours = {"User-Agent": "llm-bench", "Accept": "*/*", "Accept-Encoding": "identity"}
-    ours["Content-Type"] = "application/json"
-    theirs = {name.lower() for name, _ in headers}
-    headers += [(name, value) for name, value in ours.items() if name.lower() not in theirs]
-    answer_s = min((s for s in (timeouts.ttft_s, timeouts.total_s) if s is not None), default=None)
-    limits = httpx.Timeout(answer_s, connect=timeouts.connect_s)
-    return httpx.Client(
-        headers=headers, timeout=limits, verify=targets.tls(target), trust_env=False, proxy=targets.httpx_proxy(target)
-    )
+def _models(
+    client: httpx.Client, target: Target, ready_s: float, say: Say
+) -> tuple[list[str], int | None, tuple[int, bytes]]:
+    """Model names, the context limit where the server says it, and the answer that said so.
 
-
-def _models(client: httpx.Client, target: Target, ready_s: float, say: Say) -> tuple[list[str], int | None]:
-    """Model names and the context limit where the server says it; waits for a server that is still starting."""
+    Waits for a server that is still starting.
+    """
     deadline_s, waited = time.monotonic() + ready_s, False
+    method, address = targets.asked_first(target, target.url)
     while True:
         try:
-            status, body = _get(client, f"{target.url}/models", max(deadline_s - time.monotonic(), 0.1))
+            status, body = talk.page(client, method, address, max(deadline_s - time.monotonic(), 0.1))
             if status not in (502, 503, 504):
                 break
             why = f"HTTP {status}"
         except httpx.HTTPError as e:
+            if said := mistaken.of_tls(target, e):
+                raise TargetError(said) from None
             why = f"{type(e).__name__}: {e}"
         if time.monotonic() >= deadline_s:
             raise TargetError(
@@ -247,56 +267,22 @@ def _models(client: httpx.Client, target: Target, ready_s: float, say: Say) -> t
             waited = True
         time.sleep(min(0.5, max(deadline_s - time.monotonic(), 0)))
     if status in (401, 403):
-        raise TargetError(
-            f"target {target.name}: HTTP {status}: "
-            + ("its key was refused" if target.key_env else "it wants a key; name its variable with --key-env")
-        )
-    rows = _listed(body) if status // 100 == 2 else []
-    limits = [limit for name, limit in rows if not target.model or name == target.model]
-    return [name for name, _ in rows], limits[0] if limits else None
-
-
-def _get(client: httpx.Client, url: str, limit_s: float) -> tuple[int, bytes]:
-    """Status and body, read for `limit_s` in all. Raises httpx.HTTPError."""
-    begun_s, body = time.monotonic(), b""
-    with client.stream("GET", url, timeout=limit_s) as response:
-        for piece in response.iter_bytes():
-            body += piece
-            if time.monotonic() - begun_s > limit_s:
-                raise httpx.ReadTimeout(f"the answer has not ended after {limit_s:g} s")
-            if len(body) > MODELS_BYTES:
-                return response.status_code, b""
-    return response.status_code, body
-
-
-def _listed(body: bytes) -> list[tuple[str, int | None]]:
-    """(name, context limit) of each model in an answer of /models, whatever its shape; no list: no models."""
-    try:
-        rows = orjson.loads(body)["data"]
-    except (ValueError, LookupError, TypeError):
-        return []
-    if not isinstance(rows, list):
-        return []
-    return [(row["id"], _limit(row)) for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
-
-
-def _limit(row: Mapping[str, Any]) -> int | None:
-    for holder, name in ((row, "max_model_len"), (row.get("meta"), "n_ctx")):  # vLLM, llama.cpp
-        value = whole(holder.get(name)) if isinstance(holder, dict) else None
-        if value:
-            return value
-    return None
+        raise TargetError(mistaken.of_key(target, status))
+    rows = DIALECTS[target.api].site.listed(body) if status // 100 == 2 else []
+    limits = [row.limit for row in rows if not target.model or row.model == target.model]
+    return [row.model for row in rows], limits[0] if limits else None, (status, body)
 
 
 def _round_trip(target: Target, timeouts: Timeouts) -> tuple[float | None, float | None]:
     """(median ms of a small GET on a warm connection, ms of the first on a new one minus that)."""
     samples: list[float] = []
     begun_s = time.monotonic()
+    method, address = targets.asked_first(target, target.url)
     try:
-        with _client(target, timeouts) as fresh:
+        with talk.client_of(target, timeouts) as fresh:
             while len(samples) <= RTT_PROBES and time.monotonic() - begun_s < RTT_LONGEST_S:
                 begun_ns = clock.now_ns()
-                _get(fresh, f"{target.url}/models", RTT_LONGEST_S)
+                talk.page(fresh, method, address, RTT_LONGEST_S)
                 samples.append((clock.now_ns() - begun_ns) / 1e6)
     except httpx.HTTPError:
         return None, None
@@ -320,68 +306,31 @@ def _question(number: int) -> Request:
 
 
 def _ladder(
-    client: httpx.Client, target: Target, ask: Ask, timeouts: Timeouts, notes: list[str]
+    client: httpx.Client, target: Target, ask: Ask, models: list[str], timeouts: Timeouts, notes: list[str]
 ) -> tuple[Ask, answer.Answer, Exchange]:
     """What the server takes, and its answer to the second such request: a server's first one tells of no other."""
-    refused = ""
+    takes = DIALECTS[target.api].takes
+    first: tuple[answer.Answer, Exchange] | None = None
     for pin_lengths, include_usage, note in _LADDER:
+        if (not pin_lengths and not takes.pins) or (not include_usage and not takes.usage_option):
+            continue  # the protocol has no such field to leave out
         tried = ask._replace(pin_lengths=pin_lengths, include_usage=include_usage)
-        got, exchange = _ask(client, target, _question(0), tried, timeouts)
+        got, exchange = talk.ask(client, target, _question(0), tried, timeouts)
+        if got.outcome == "ok" and talk.is_web_page(b"".join(exchange.pieces)):
+            raise TargetError(mistaken.of_answer(client, target, ask.model, models, got, exchange))
         if got.outcome == "ok":
             if note:
                 notes.append(note)
-            again, warm = _ask(client, target, _question(1), tried, timeouts)
+            again, warm = talk.ask(client, target, _question(1), tried, timeouts)
             if again.outcome == "ok":
                 return tried, again, warm
             notes.append(f"of two probes the second failed ({again.error_kind}: {again.error}): the first one counts")
             return tried, got, exchange
-        refused = refused or f"{got.error_kind}: {got.error}"
+        first = first or (got, exchange)
         if exchange.status not in (400, 422):
             break
-    raise TargetError(f"target {target.name}: a small probe request failed ({refused})")
-
-
-def _ask(
-    client: httpx.Client, target: Target, request: Request, ask: Ask, timeouts: Timeouts
-) -> tuple[answer.Answer, Exchange]:
-    """One probe request, stamped as `wire` would."""
-    dialect = DIALECTS[target.api]
-    exchange = Exchange()
-    body = dialect.encode(request, ask)
-    exchange.sent_ns = clock.now_ns()
-    last_ns = None if timeouts.total_s is None else exchange.sent_ns + round(timeouts.total_s * 1e9)
-    try:
-        # A connection of its own: one kept alive may be closed by the server just now (llama.cpp after each stream).
-        with client.stream(
-            "POST", target.url + dialect.path, content=body, headers={"Connection": "close"}
-        ) as response:
-            exchange.status = response.status_code
-            exchange.headers = [(k.lower(), v) for k, v in response.headers.raw]
-            exchange.ended = COMPLETE if response.headers.get("transfer-encoding") else CLOSED
-            for piece in response.iter_raw():
-                exchange.read_ns.append(clock.now_ns())
-                exchange.pieces.append(piece)
-                if last_ns is not None and exchange.read_ns[-1] > last_ns:
-                    exchange.ended, exchange.error = TOTAL_TIMEOUT, f"not ended within {timeouts.total_s:g} s"
-                    break
-    except httpx.ConnectTimeout:
-        exchange.ended, exchange.error = CONNECT_TIMEOUT, f"not connected within {timeouts.connect_s:g} s"
-    except httpx.TimeoutException:
-        exchange.ended, exchange.error = TTFT_TIMEOUT, f"no answer within {client.timeout.read:g} s"
-    except httpx.HTTPError as e:
-        exchange.ended, exchange.error = CONNECT_ERROR, f"{type(e).__name__}: {e}"
-    exchange.end_ns = clock.now_ns()
-    want = asked(request, ask)
-    got = answer.read(
-        exchange,
-        dialect,
-        streamed=ask.stream,
-        asked_out=want.out,
-        pinned=False,
-        finish_expected=False,
-        choices=want.choices,
-    )
-    return got, exchange
+    assert first is not None  # the ladder's first rung is every protocol's
+    raise TargetError(mistaken.of_answer(client, target, ask.model, models, *first))
 
 
 def _sizes(
@@ -391,7 +340,7 @@ def _sizes(
     points, cached = [], False
     for count in (16, 256):
         request = Request(tokens_in=count, tokens_out=1, prompt=probe_text(count, f"probe {clock.now_ns()}"))
-        got, _ = _ask(client, target, request, ask, timeouts)
+        got, _ = talk.ask(client, target, request, ask, timeouts)
         if got.tokens_in < 0:  # whatever the one token was: a server that counts has counted
             notes.append("prompt tokens are not reported: prompts are sized at one token a word, unchecked")
             return 0.0, 1.0, False
@@ -402,29 +351,3 @@ def _sizes(
         return 0.0, 1.0, cached
     sizer = Sizer.fit(points)
     return sizer.base, sizer.per_word, cached
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(clean, names[:SHOWN])) + more
-
-
-def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:
-    """What `llm-bench targets check` prints of one target: question, answer."""
-    yes = {True: "yes", False: "no"}
-    return [
-        ("url", target.url),
-        ("protocol (api)", target.api),
-        ("models", _some(found.models) or "none listed"),
-        ("context limit", str(found.max_model_len or "not said; declare max_model_len")),
-        ("usage in streams", yes[found.usage_in_stream]),
-        ("lengths can be pinned", yes[found.lengths_pinned]),
-        ("says finish_reason", yes[found.finish_reason_seen]),
-        ("reports cached tokens", yes[found.cached_reported]),
-        ("tokens of a prompt", f"{found.tokens_per_word:.3g} a word, {found.base_tokens:+.1f} for the template"),
-        ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {RTT_PROBES})"),
-        ("connect", "unknown" if found.connect_ms is None else f"{found.connect_ms:.2f} ms"),
-        ("TTFT of a short probe", "not streamed" if found.ttft_ms is None else f"{found.ttft_ms:.1f} ms"),
-        ("TPOT of a short probe", "unknown" if found.tpot_ms is None else f"{found.tpot_ms:.2f} ms"),
-        *[("note", note) for note in found.notes],
-    ]

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from llm_bench.doubts import Doubt
+from llm_bench.interference import SEVERAL_RUNS, Factor
 from llm_bench.metrics import Value
 from llm_bench.objectives import Limit, Verdict
 from llm_bench.outcomes import Failure
@@ -109,7 +110,13 @@ def _group(target: str, load: str, mine: list[Sheet]) -> Group:
     by_class = {}
     for name in classes:
         of_class = [sheet.by_class[name] for sheet in mine if name in sheet.by_class]
-        by_class[name] = ClassSheet(_over([of.values for of in of_class]), _summed([of.outcomes for of in of_class]))
+        alone = [of.alone for of in of_class if of.alone is not None]
+        by_class[name] = ClassSheet(
+            _over([of.values for of in of_class]),
+            _summed([of.outcomes for of in of_class]),
+            _over(alone) if len(alone) == len(mine) else None,
+            _factors([of.factors for of in of_class if of.factors], len(mine)),
+        )
     return Group(
         target, load, mine, _over([sheet.values for sheet in mine]), _summed([s.outcomes for s in mine]), by_class
     )
@@ -117,6 +124,11 @@ def _group(target: str, load: str, mine: list[Sheet]) -> Group:
 
 def _over(of_runs: Sequence[Sequence[Value]]) -> list[Value]:
     return [over_runs(of_metric) for of_metric in zip(*of_runs, strict=True)]
+
+
+def _factors(of_runs: Sequence[Sequence[Factor]], runs: int) -> tuple[Factor, ...]:
+    """`of_runs`: of those of the `runs` that have any."""
+    return tuple(factor_over_runs(of_metric, runs) for of_metric in zip(*of_runs, strict=True))
 
 
 def _summed(of_runs: Sequence[dict[str, int]]) -> dict[str, int]:
@@ -157,6 +169,33 @@ def over_runs(values: Sequence[Value]) -> Value:
     )
 
 
+def factor_over_runs(found: Sequence[Factor], runs: int) -> Factor:
+    """A class's factor over runs, each a pair of its figures together and alone, of which `found` have them.
+
+    The geometric mean of the runs' factors, and the 95% t interval of the mean of their logarithms: twice and half as
+    slow are as far from 1. None where any run has none.
+    """
+    first = found[0]
+    known = [f.value for f in found if f.value is not None and f.value > 0]
+    together, alone = (_mean_of_all(of, runs) for of in ([f.together for f in found], [f.alone for f in found]))
+    made = Factor(first.name, first.unit, together, alone, None, confidence=SEVERAL_RUNS, runs=runs)
+    if len(known) < runs:
+        lacking = next((f for f in found if not f.value), None)
+        why = "the class was not measured alone" if lacking is None else lacking.reason or "it is 0"
+        return made._replace(reason=f"{runs - len(known)} of {runs} runs have none: {why}")
+    logs = np.log(known)
+    made = made._replace(value=float(np.exp(logs.mean())))
+    if runs < LEAST_RUNS:
+        return made._replace(refusal=_few(runs))
+    half = student_t(runs - 1) * float(np.std(logs, ddof=1)) / math.sqrt(runs)
+    return made._replace(interval=Interval(*np.exp([logs.mean() - half, logs.mean() + half]).tolist()))
+
+
+def _mean_of_all(figures: Sequence[float | None], runs: int) -> float | None:
+    known = [x for x in figures if x is not None]
+    return float(np.mean(known)) if len(known) == runs else None
+
+
 def _all_requests(values: Sequence[Value]) -> float | Literal["error"] | None:
     every = [v.value if v.all_requests is None else v.all_requests for v in values]
     if all(v.all_requests is None for v in values):
@@ -172,9 +211,13 @@ def interval(figures: np.ndarray, most: float = math.inf) -> Interval | str:
     """
     runs = len(figures)
     if runs < LEAST_RUNS:
-        return f"{runs} runs, {LEAST_RUNS} are needed for an interval of their spread"
+        return _few(runs)
     middle, half = float(np.mean(figures)), student_t(runs - 1) * float(np.std(figures, ddof=1)) / math.sqrt(runs)
     return Interval(max(middle - half, 0.0), min(middle + half, most))
+
+
+def _few(runs: int) -> str:
+    return f"{runs} runs, {LEAST_RUNS} are needed for an interval of their spread"
 
 
 def student_t(freedom: int, conf: float = 0.95) -> float:

@@ -8,7 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_bench import as_tools, energy, metrics, objectives, outcomes, printable, records, scrape, shapes, windows
+from llm_bench import (
+    as_tools,
+    energy,
+    interference,
+    metrics,
+    objectives,
+    outcomes,
+    printable,
+    records,
+    scrape,
+    shapes,
+    windows,
+)
 from llm_bench.as_tools import Table
 from llm_bench.client import CLIENT_LIMITED
 from llm_bench.columns import Cell
@@ -17,6 +29,7 @@ from llm_bench.energy import Energy
 from llm_bench.errors import BenchError
 from llm_bench.facts import EITHER_WAY, NO_END, stopped
 from llm_bench.identities import Little, counter_mismatch, little
+from llm_bench.interference import Factor
 from llm_bench.metrics import Value
 from llm_bench.objectives import NO_SLO, Judged, Slo
 from llm_bench.outcomes import Attempts, Failure
@@ -131,17 +144,12 @@ class ClassSheet(NamedTuple):
     values: list[Value]
     outcomes: dict[str, int]  # of those due in the window
     alone: list[Value] | None = None  # the same figures of this class measured alone, at the same times (--alone-too)
+    factors: tuple[Factor, ...] = ()  # what the other classes did to it, where it was
 
     @property
     def interference(self) -> dict[str, float]:
-        """Metric -> what the other classes did to it: the figure in the mix over the figure alone."""
-        pairs = zip(self.values, self.alone or [], strict=False)
-        # Of series alone: rates of the two are of windows that need not be as long.
-        return {
-            mixed.name: mixed.value / own.value
-            for mixed, own in pairs
-            if mixed.value is not None and own.value and metrics.parse(mixed.name).reducer
-        }
+        """Metric -> the figure in the mix over the figure alone."""
+        return {f.name: f.value for f in self.factors if f.value is not None}
 
 
 class Asked(NamedTuple):
@@ -236,7 +244,7 @@ def _by_class(run: Run, m: Measured, asked: Asked) -> dict[str, ClassSheet]:
         own = next((other for other in run.cells if _place_of(other) == (*_place_of(m)[:3], name)), None)
         context = asked.slo.context(name)
         alone = None if own is None else metrics.compute_all(asked.names, own.cell, own.window, context)
-        found[name] = ClassSheet(values, counts, alone)
+        found[name] = ClassSheet(values, counts, alone, interference.factors(values, alone or []))
     return found
 
 

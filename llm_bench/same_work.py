@@ -9,6 +9,7 @@ import numpy as np
 
 from llm_bench import metrics, windows
 from llm_bench.columns import Cell
+from llm_bench.protocol import same_build
 from llm_bench.series import outcome_in
 
 MAX_TOKENS_OFF = 0.02  # a request, prompt or answer; tokens a word of the probe's text
@@ -95,23 +96,49 @@ def agreement(a: Side, b: Side) -> tuple[int, int] | None:
     return sum(x == y for x, y in zip(mine, theirs, strict=True)), len(mine)
 
 
+def parting(x: str, y: str) -> int | None:
+    """The character at which two answers part; None: they are the same."""
+    if x == y:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
+
+
+def costs_apart(x: Sequence[int], y: Sequence[int]) -> str:
+    """What the same prompts cost in tokens on two sides, where more than a template is between them; else ""."""
+    if not x or len(x) != len(y) or len({b - a for a, b in zip(x, y, strict=True)}) == 1:
+        return ""
+    return f"the same prompts cost {', '.join(map(str, x))} tokens here, {', '.join(map(str, y))} there"
+
+
 def _declared(a: Side, b: Side) -> str:
-    """Of the model the name that was asked for: what the server said where the user did not."""
+    """Of the model the name that was asked for: what the server said where the user did not; so of its build."""
     found = []
     for key in ("model", "revision", "precision", "tokenizer"):
         x, y = (side.said("target").get(key) for side in (a, b))
         if key == "model":
             x, y = (side.said("probe").get(key) or of for side, of in ((a, x), (b, y)))
+        elif key in ("revision", "precision"):
+            x, y = (of or _told(side, key) for side, of in ((a, x), (b, y)))
+            if isinstance(x, str) and isinstance(y, str) and same_build(x, y):
+                continue
         if x and y and x != y:
             found.append(f"{key} {x!r} at {a.name}, {y!r} at {b.name}")
     return "; ".join(found)
 
 
+def _told(side: Side, key: str) -> Any:
+    told = side.said("probe").get("told")
+    return told.get(key) if isinstance(told, Mapping) else None
+
+
 def _tokenizer(a: Side, b: Side) -> str:
     x, y = (side.said("probe").get("tokens_per_word") for side in (a, b))
-    if not isinstance(x, int | float) or not isinstance(y, int | float) or min(x, y) <= 0 or _near(x, y):
+    if isinstance(x, int | float) and isinstance(y, int | float) and min(x, y) > 0 and not _near(x, y):
+        return f"a word costs {x:.3g} tokens at {a.name}, {y:.3g} at {b.name}"
+    mine, theirs = (side.said("probe").get("agreement_tokens") for side in (a, b))
+    if not isinstance(mine, list) or not isinstance(theirs, list):
         return ""
-    return f"a word costs {x:.3g} tokens at {a.name}, {y:.3g} at {b.name}"
+    return costs_apart(mine, theirs)
 
 
 def _prompt_tokens(a: Side, b: Side) -> str:

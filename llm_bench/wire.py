@@ -15,6 +15,7 @@ from llm_bench.clock import now_ns
 from llm_bench.connection import NEVER_NS, Connection, Pool
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import CONNECT_ERROR, CONNECT_TIMEOUT, CUT, TRUNCATED, Exchange, Timeouts
+from llm_bench.framing import SSE
 from llm_bench.limits import client_limit
 from llm_bench.proxy import Proxy, tunnel
 
@@ -31,7 +32,7 @@ def request_head(url: str, path: str, headers: Sequence[tuple[str, str]], proxy:
     target = _split(url)
     host = target.netloc.rpartition("@")[2]
     lines = [
-        f"POST {f'http://{host}' if proxy and target.scheme == 'http' else ''}{target.path.rstrip('/')}{path}"
+        f"POST {f'http://{host}' if proxy and target.scheme == 'http' else ''}{target.path.rstrip('/') + path or '/'}"
         f"{'?' + target.query if target.query else ''} HTTP/1.1",
         f"Host: {host}",
     ]
@@ -60,11 +61,11 @@ def _split(url: str) -> SplitResult:
 class Wire:
     """`send` gives one Exchange. As many connections as requests in flight.
 
-    `is_token` tells whether an event's data bears a token; None: answers are not streamed. `cafile` replaces the
-    system's certificates, `insecure` believes any. Without `reuse` each request has a connection of its own, and says
-    so to the server. Through a `proxy`, https goes in a tunnel, http as requests to the proxy. The host's name, or the
-    proxy's, is resolved once, here. Raises BenchError for a bad URL or header, TargetError for a name that cannot be
-    resolved.
+    `is_token` tells whether an event's data bears a token; None: answers are not streamed. `framing`, a row of
+    FRAMINGS, says how events follow each other. `cafile` replaces the system's certificates, `insecure` believes
+    any. Without `reuse` each request has a connection of its own, and says so to the server. Through a `proxy`, https
+    goes in a tunnel, http as requests to the proxy. The host's name, or the proxy's, is resolved once, here. Raises
+    BenchError for a bad URL or header, TargetError for a name that cannot be resolved.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Wire:
         insecure: bool = False,
         reuse: bool = True,
         proxy: Proxy | None = None,
+        framing: str = SSE,
     ) -> None:
         target = _split(url)
-        self.pool = Pool(timeouts, is_token, reuse)
+        self.pool = Pool(timeouts, is_token, reuse, framing)
         self._head = request_head(url, path, headers if reuse else [*headers, ("Connection", "close")], proxy)
         self._name, port = target.hostname or "", target.port or _PORTS[target.scheme]
         self._tls: ssl.SSLContext | None = None

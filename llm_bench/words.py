@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from llm_bench import as_tools, outcomes, stats, windows
 from llm_bench.as_tools import Table
+from llm_bench.interference import ONE_RUN, SEVERAL_RUNS, Factor
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.printable import clean
@@ -88,7 +89,7 @@ def remarks(sheet: Sheet) -> list[str]:
     said = (sheet.sending and sheet.sending.text, sheet.in_flight, sheet.energy and sheet.energy.text)
     lines += [line for line in said if line]
     lines += _of_figures(sheet.values)
-    lines += [line for name, of in sheet.by_class.items() if (line := _interference(name, of))]
+    lines += [line for name, of in sheet.by_class.items() for line in _interference(name, of)]
     whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]
     if whole:
         wave = sheet.measured.window.first_wave
@@ -103,21 +104,67 @@ def remarks(sheet: Sheet) -> list[str]:
     return lines
 
 
-def _interference(name: str, of: ClassSheet) -> str:
-    """What the other classes of a mix did to one, where it was measured alone too."""
+def _interference(name: str, of: ClassSheet) -> list[str]:
+    """What the other classes of a mix did to one, where it was measured alone too: a line a figure."""
+    who, lines, without = f"{clean(name) or 'no class'} in the mix", list[str](), dict[str, list[str]]()
+    for f in of.factors:
+        against = f"{f.name} {number(f.together, f.unit)} against {number(f.alone, f.unit)} {f.unit} alone"
+        if f.interval:
+            bounds = f"{times(f.interval.low)} to {times(f.interval.high)}, {f.confidence} sure"
+            lines.append(f"{who}: {against} ({_factor(f)}; {bounds})")
+        elif f.value is not None:
+            without.setdefault(f"no interval, {f.refusal}", []).append(f"{against} ({_factor(f)})")
+        else:
+            without.setdefault(f"no factor, {f.reason}", []).append(f.name)
+    lines += [f"{who}: {', '.join(figures)}: {why}" for why, figures in without.items()]
     own = {v.name: v for v in of.alone or []}
-    said = [
-        f"{v.name} {number(v.value, v.unit)} against {number(own[v.name].value, v.unit)} {v.unit} alone"
-        f" ({of.interference[v.name]:.2f} times)"
-        for v in of.values
-        if v.name in of.interference
-    ]
-    said += [
+    shares = [
         f"{v.name} {number(v.value, v.unit)} against {number(own[v.name].value, v.unit)} alone"
         for v in of.values
         if v.unit == "share" and v.name in own and v.value != own[v.name].value
     ]
-    return f"{name or 'no class'} in the mix: {', '.join(said)}" if said else ""
+    return lines + ([f"{who}: {', '.join(shares)}"] if shares else [])
+
+
+def times(factor: float | None) -> str:
+    """A factor, in three digits or so."""
+    return "–" if factor is None else f"{factor:.2f}" if factor < 100 else f"{factor:,.0f}"
+
+
+def _factor(f: Factor) -> str:
+    return f"{times(f.value)} times" + (f", geometric mean of {f.runs} runs" if f.runs > 1 else "")
+
+
+INTERFERENCE_HEADS = ("class and metric", "alone", "together", "factor", "interval")
+
+
+class Disturbed(NamedTuple):
+    """A line of the table of factors: INTERFERENCE_HEADS, what its factor is sorted by, and why something lacks."""
+
+    cells: tuple[str, str, str, str, str]
+    unit: str
+    factor: float | None
+    why: str
+
+
+def interference_rows(group: Group) -> list[Disturbed]:
+    """A line a class and metric of a cell, or of its runs together, whose classes were measured alone too."""
+    rows = []
+    for name, of in group.by_class.items():
+        for f in of.factors:
+            bounds = f"{times(f.interval.low)} to {times(f.interval.high)}" if f.interval else "–"
+            head = f"{clean(name) or 'no class'}: {f.name}"
+            cells = (head, number(f.alone, f.unit), number(f.together, f.unit), times(f.value), bounds)
+            rows.append(Disturbed(cells, f.unit, f.value, f.reason or (f.refusal and f"no interval: {f.refusal}")))
+    return rows
+
+
+def interference_legend(groups: Iterable[Group]) -> list[str]:
+    """What the intervals of that table are, where it has any."""
+    found = {f.confidence for g in groups for of in g.by_class.values() for f in of.factors if f.interval}
+    one = f"{ONE_RUN} sure: the ratio while each of the two figures is anywhere in its 95% interval"
+    several = "95% t interval over the runs of the logarithm of each run's factor; the factor is their geometric mean"
+    return [text for sure, text in ((ONE_RUN, one), (SEVERAL_RUNS, several)) if sure in found]
 
 
 def _of_figures(values: Sequence[Value]) -> list[str]:
@@ -143,6 +190,7 @@ def remarks_on_runs(group: Group) -> list[str]:
     apart = [f"{v.name} {number(r[0], v.unit)} to {number(r[1], v.unit)}" for v, r in ranges if r]
     lines = [f"from the least run to the largest: {', '.join(apart)}"] if apart else []
     lines += _of_figures(group.values)
+    lines += [line for name, of in group.by_class.items() for line in _interference(name, of)]
     for sheet in group.sheets:
         which = "" if sheet.measured.pair is None else f"run {sheet.measured.pair + 1} "
         lines += [f"{which}failed: {f.text}, first: {f.first_error}" for f in sheet.failures]

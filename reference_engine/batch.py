@@ -51,21 +51,40 @@ class Chunk(NamedTuple):
     masks: tuple[torch.Tensor | None, torch.Tensor | None]
 
 
+class Grouped(NamedTuple):
+    """For attention in torch: what is gathered together, and masks for what is too much in it."""
+
+    pool_slots: (
+        torch.Tensor
+    )  # [rows · 2 · kv_heads] rows of head_dim in a layer's pool, keys' then values' of each token
+    groups: list[Group]
+    chunks: list[Chunk]
+
+
+class Paged(NamedTuple):
+    """For kernels that follow a block table themselves."""
+
+    tables: torch.Tensor  # [sequences, blocks] int32
+    table_of_row: torch.Tensor  # [rows] int32
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows are the tokens of the step, decodes first, shortest first. `sampled` are the work items that get a token."""
 
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    slots: torch.Tensor  # [rows · 2 · kv_heads] rows of head_dim in a layer's pool, keys' then values' of each token
-    groups: list[Group]
-    chunks: list[Chunk]
+    slots: torch.Tensor  # [rows]: block · block_size + place in it
+    layout: Grouped | Paged
     sample_rows: torch.Tensor  # [len(sampled)]
     sampled: list[int]
 
 
-def build(work: Work, pages: Pages, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Lay out one step. Every n >= 1, and sequence.blocks covers computed + n positions: the scheduler's promise."""
+def build(work: Work, pages: Pages, device: torch.device, dtype: torch.dtype, paged: bool = False) -> Batch:
+    """Lay out one step; dtype: of masks. n >= 1, and sequence.blocks covers computed + n: the scheduler's promise.
+
+    `paged`: for kernels that read block tables, instead of for gathers.
+    """
     decodes = sorted((i for i, (_, n) in enumerate(work) if n == 1), key=lambda i: work[i][0].computed)
     order = decodes + [i for i, (_, n) in enumerate(work) if n > 1]
     counts = [work[i][1] for i in order]
@@ -89,15 +108,31 @@ def build(work: Work, pages: Pages, device: torch.device, dtype: torch.dtype) ->
 
     ends = [i for i, (s, n) in enumerate(work) if s.computed + n == len(s.token_ids)]
     row_of = {i: start + n - 1 for i, start, n in zip(order, starts, counts, strict=False)}
+    offsets = positions % pages.block_size
+    layout: Grouped | Paged
+    if paged:
+        layout = _paged([work[i][0] for i in order], counts, pages, device)
+    else:
+        groups = _groups([work[i][0] for i in decodes], pages, device, dtype)
+        chunks = [_chunk(*work[i], starts[k], pages, device) for k, i in enumerate(order) if work[i][1] > 1]
+        layout = Grouped(_on(device, _slots(blocks, offsets, pages)), groups, chunks)
     return Batch(
         token_ids=_on(device, token_ids),
         positions=_on(device, positions),
-        slots=_on(device, _slots(blocks, positions % pages.block_size, pages)),
-        groups=_groups([work[i][0] for i in decodes], pages, device, dtype),
-        chunks=[_chunk(*work[i], starts[k], pages, device) for k, i in enumerate(order) if work[i][1] > 1],
+        slots=_on(device, blocks * pages.block_size + offsets),
+        layout=layout,
         sample_rows=_on(device, np.array([row_of[i] for i in ends], np.int64)),
         sampled=ends,
     )
+
+
+def _paged(sequences: list[Sequence], counts: list[int], pages: Pages, device: torch.device) -> Paged:
+    """Tables as wide as the longest sequence needs after this step; beyond a shorter one's end nothing is read."""
+    widths = [-(-(s.computed + n) // pages.block_size) for s, n in zip(sequences, counts, strict=True)]
+    tables = np.zeros((len(sequences), max(widths, default=0)), np.int32)
+    for row, sequence, width in zip(tables, sequences, widths, strict=True):
+        row[:width] = sequence.blocks[:width]
+    return Paged(_on(device, tables), _on(device, np.repeat(np.arange(len(counts), dtype=np.int32), counts)))
 
 
 def _slots(blocks: np.ndarray, offsets: np.ndarray, pages: Pages) -> np.ndarray:

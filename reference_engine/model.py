@@ -1,40 +1,105 @@
 """The forward pass of Llama and its relatives over a paged KV pool: one call computes a whole step."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from reference_engine.batch import Batch, Chunk, Group, Pages
+from reference_engine import attention, native
+from reference_engine.attention import Cache, Norms
+from reference_engine.batch import Batch, Pages
 from reference_engine.families import Divisors, Linear, Llama3, Shape, Yarn
-from reference_engine.weights import Layer, Weights
+from reference_engine.linear import FORMS, Matrix
+from reference_engine.weights import Weights
 
 
-@dataclass(slots=True, eq=False)
+class Block(NamedTuple):
+    """A layer, its matrices made ready; sizes as weights.Layer has them."""
+
+    attention_norm: torch.Tensor
+    qkv: Matrix
+    head_norms: Norms
+    out: Matrix
+    ffn_norm: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
+
+
+class Kernels(NamedTuple):
+    """The parts of a pass beside its products."""
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # x [rows, size], weight [size], eps
+    store: Callable[[Cache, int, torch.Tensor, Norms, Batch], None]
+    attend: Callable[[Cache, int, torch.Tensor, Batch], torch.Tensor]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]  # [rows, 2 size] -> [rows, size]
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _silu_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+KERNELS: dict[str, Kernels] = {
+    "torch": Kernels(_rms_norm, attention.store, attention.attend, _silu_mul),
+    "native": Kernels(native.rms_norm, attention.store_native, attention.attend_native, native.silu_mul),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Weights, rotation tables and the pool, all on one device and in one dtype."""
+    """All on one device and in one dtype."""
 
-    weights: Weights
-    cos: torch.Tensor  # [positions, 1, head_dim]
-    sin: torch.Tensor  # the same; the first half negated, see `rotate`
-    pool: torch.Tensor  # [layers, 2, num_blocks, kv_heads, block_size, head_dim]
-    pages: Pages
-    gathered: torch.Tensor  # [2, elements] where keys and values of a group or chunk are brought together; grows
+    shape: Shape
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[Block, ...]
+    norm: torch.Tensor  # [hidden]
+    head: Matrix
+    cache: Cache
+    kernels: str  # of KERNELS
 
-    def kv_bytes(self) -> int:
-        return self.pool.numel() * self.pool.element_size()
+    def bytes(self) -> int:
+        """Of the weights, a head that is the embedding itself counted once."""
+        matrices = [m for layer in self.layers for m in layer if isinstance(m, Matrix)]
+        norms = [n for layer in self.layers for n in (layer.attention_norm, layer.ffn_norm, *layer.head_norms)]
+        plain = sum(t.numel() * t.element_size() for t in (self.embedding, self.norm, *norms) if t is not None)
+        head = 0 if self.head.parts[0] is self.embedding else self.head.bytes()
+        return plain + head + sum(m.bytes() for m in matrices)
 
 
-def make(weights: Weights, num_blocks: int, block_size: int, positions: int) -> Model:
+def make(
+    weights: Weights,
+    num_blocks: int,
+    block_size: int,
+    positions: int,
+    kernels: str = "torch",
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+) -> Model:
     """A model with an empty pool. `positions`: tokens of the longest sequence."""
-    shape, like = weights.shape, weights.embedding
+    shape, prepare = weights.shape, FORMS[quantization, kernels]
     window = shape.window if shape.windowed and shape.window < positions else 0  # else none is ever reached
     pages = Pages(num_blocks, block_size, shape.kv_heads, window)
-    cos, sin = rotation(shape, positions)
-    # zeros, not empty: rows that a mask hides still enter a product with weight 0, and 0 · NaN is NaN
-    pool = like.new_zeros(shape.layers, 2, num_blocks, shape.kv_heads, block_size, shape.head_dim)
-    return Model(weights, cos.to(like), sin.to(like), pool, pages, like.new_empty(2, 0))
+    layers = tuple(
+        Block(
+            layer.attention_norm,
+            prepare(layer.qkv, layer.qkv_bias),
+            (layer.q_norm, layer.k_norm),
+            prepare(layer.out, layer.out_bias),
+            layer.ffn_norm,
+            prepare(layer.gate_up, None),
+            prepare(layer.down, None),
+        )
+        for layer in weights.layers
+    )
+    cache = attention.make_cache(shape, pages, weights.embedding, rotation(shape, positions), kv_cache_dtype)
+    return Model(shape, weights.embedding, layers, weights.norm, prepare(weights.head, None), cache, kernels)
 
 
 def frequencies(shape: Shape) -> tuple[torch.Tensor, float]:
@@ -86,90 +151,18 @@ def rotation(shape: Shape, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [rows, heads, head_dim], in place: halves (a, b) of a head become (a cos - b sin, b cos + a sin)."""
-    swapped = x.roll(x.shape[-1] // 2, -1).mul_(sin)
-    return x.mul_(cos).add_(swapped)
-
-
 @torch.inference_mode()
 def forward(model: Model, batch: Batch) -> torch.Tensor:
     """Write the K and V of every row to the pool; logits [sampled, vocab], float32, of the rows that sample."""
-    weights, shape = model.weights, model.weights.shape
-    eps, size = shape.norm_eps, (shape.hidden_size,)
-    q_kv_heads, last = shape.heads + shape.kv_heads, shape.layers - 1
-    rows = len(batch.token_ids)
-    x = F.embedding(batch.token_ids, weights.embedding)
-    cos, sin = model.cos[batch.positions], model.sin[batch.positions]
-    attended = x.new_empty(rows, shape.heads, shape.head_dim)
-    for number, layer in enumerate(weights.layers):
-        qkv = F.linear(F.rms_norm(x, size, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(rows, -1, shape.head_dim)
-        _norm_heads(shape, layer, qkv)
-        rotate(qkv[:, :q_kv_heads], cos, sin)
-        pool = model.pool[number]
-        pool.view(-1, shape.head_dim).index_copy_(0, batch.slots, qkv[:, shape.heads :].reshape(-1, shape.head_dim))
-        for group in batch.groups:
-            _decode(model, pool, group, number in shape.windowed, qkv, attended)
-        for chunk in batch.chunks:
-            _prefill(model, pool, chunk, number in shape.windowed, qkv, attended)
-        x = x + F.linear(attended.view(rows, -1), layer.out, layer.out_bias)
+    shape, cache, eps = model.shape, model.cache, model.shape.norm_eps
+    rms_norm, store, attend, silu_mul = KERNELS[model.kernels]
+    rows, last = len(batch.token_ids), shape.layers - 1
+    x = F.embedding(batch.token_ids, model.embedding)
+    for number, layer in enumerate(model.layers):
+        qkv = layer.qkv.times(rms_norm(x, layer.attention_norm, eps)).view(rows, -1, shape.head_dim)
+        store(cache, number, qkv, layer.head_norms, batch)
+        x = x + layer.out.times(attend(cache, number, qkv, batch))
         if number == last:  # what follows serves only the rows that sample
             x = x[batch.sample_rows]
-        gate, up = F.linear(F.rms_norm(x, size, layer.ffn_norm, eps), layer.gate_up).chunk(2, -1)
-        x = x + F.linear(F.silu(gate).mul_(up), layer.down)
-    return F.linear(F.rms_norm(x, size, weights.norm, eps), weights.head).float()
-
-
-def _norm_heads(shape: Shape, layer: Layer, qkv: torch.Tensor) -> None:
-    """Qwen3's norm of every query and key head, in place, before the rotation."""
-    if layer.q_norm is None or layer.k_norm is None:
-        return
-    queries, keys = qkv[:, : shape.heads], qkv[:, shape.heads : shape.heads + shape.kv_heads]
-    queries.copy_(F.rms_norm(queries, (shape.head_dim,), layer.q_norm, shape.norm_eps))
-    keys.copy_(F.rms_norm(keys, (shape.head_dim,), layer.k_norm, shape.norm_eps))
-
-
-def _decode(
-    model: Model, pool: torch.Tensor, group: Group, windowed: bool, qkv: torch.Tensor, attended: torch.Tensor
-) -> None:
-    """One query a sequence. The heads that share a KV head are the rows of one small product."""
-    shape, (start, end) = model.weights.shape, (group.start, group.end)
-    keys, values = _gather(model, pool, group.pool_rows, (end - start, group.blocks * model.pages.block_size))
-    queries = qkv[start:end, : shape.heads].reshape(end - start, shape.kv_heads, -1, shape.head_dim)
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.masks[windowed])
-    attended[start:end] = out.view(end - start, shape.heads, shape.head_dim)
-
-
-def _prefill(
-    model: Model, pool: torch.Tensor, chunk: Chunk, windowed: bool, qkv: torch.Tensor, attended: torch.Tensor
-) -> None:
-    """A chunk of one sequence: from its own rows if nothing was computed before, else from the pool."""
-    shape, rows, mask = model.weights.shape, qkv[chunk.start : chunk.end], chunk.masks[windowed]
-    queries, keys, values = torch.split(rows.transpose(0, 1)[None], [shape.heads, shape.kv_heads, shape.kv_heads], 1)
-    if chunk.computed:
-        length = chunk.computed + len(rows)
-        padded = len(chunk.pool_rows) // shape.kv_heads * model.pages.block_size
-        keys, values = (t[:, :, :length] for t in _gather(model, pool, chunk.pool_rows, (1, padded)))
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-    attended[chunk.start : chunk.end] = out[0].transpose(0, 1)
-
-
-def _gather(
-    model: Model, pool: torch.Tensor, pool_rows: torch.Tensor, size: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [sequences, kv_heads, positions, head_dim] of the pool's rows, in a buffer that is used again.
-
-    Fresh temporaries of megabytes cost page faults on every layer.
-    """
-    shape, pages = model.weights.shape, model.pages
-    sequences, positions = size
-    width = pages.block_size * shape.head_dim
-    if model.gathered.shape[1] < len(pool_rows) * width:
-        model.gathered = model.pool.new_empty(2, len(pool_rows) * width)
-    found = []
-    for kind in (0, 1):
-        place = model.gathered[kind, : len(pool_rows) * width]
-        torch.index_select(pool[kind].view(-1, width), 0, pool_rows, out=place.view(-1, width))
-        found.append(place.view(sequences, shape.kv_heads, positions, shape.head_dim))
-    return found[0], found[1]
+        x = x + layer.down.times(silu_mul(layer.gate_up.times(rms_norm(x, layer.ffn_norm, eps))))
+    return model.head.times(rms_norm(x, model.norm, eps)).float()

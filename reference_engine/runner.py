@@ -1,6 +1,8 @@
 """The runner that computes, sole owner of a device. `load` turns a configuration into a runner and its tokenizer."""
 
 import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,10 +63,10 @@ class ModelRunner:
     """Runs a model on one device. The KV pool is allocated here, once; whose a block is, the scheduler decides."""
 
     def __init__(self, name: str, weights: "Weights", eos_ids: frozenset[int], config: EngineConfig) -> None:
-        """Raises ValueError if the device is not there, WeightsError if sequences outgrow the model's positions."""
+        """Raises ValueError for what cannot be had here, WeightsError if sequences outgrow the model's positions."""
         import torch
 
-        from reference_engine import model
+        from reference_engine import attention, linear, model
         from reference_engine.weights import WeightsError
 
         shape = weights.shape
@@ -74,16 +76,24 @@ class ModelRunner:
                 f"{config.max_model_len}; would be right: max_model_len {shape.max_positions} or less"
             )
         positions = min(config.max_model_len or shape.max_positions, config.pool_tokens)
+        _known("quantization", config.quantization, {form for form, _ in linear.FORMS})
+        _known("kv_cache_dtype", config.kv_cache_dtype, attention.KV_DTYPES)
         self.device = torch.device(_device(config.device))
         torch.set_num_threads(config.threads)
+        self.kernels = _kernels(config, self.device, weights.embedding.dtype)
         self.name = name
         self.vocab_size = shape.vocab_size
         self.eos_ids = eos_ids
         self.max_positions = shape.max_positions
         self.seed = config.seed
-        self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.tensors())
-        self.model = model.make(weights.to(self.device), config.num_blocks, config.block_size, positions)
-        self.kv_bytes = self.model.kv_bytes()
+        self.parameters = sum(t.numel() for t in weights.tensors())
+        self.quantization = config.quantization
+        self.model = model.make(
+            weights.to(self.device), config.num_blocks, config.block_size, positions, self.kernels,
+            config.quantization, config.kv_cache_dtype,
+        )  # fmt: skip
+        self.weights_bytes = self.model.bytes()
+        self.kv_bytes = self.model.cache.bytes()
 
     def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:
         """One forward pass over all the work, then one token for each sequence whose end it reached."""
@@ -91,7 +101,8 @@ class ModelRunner:
 
         from reference_engine import batch, model, sampler
 
-        laid_out = batch.build(work, self.model.pages, self.device, self.model.pool.dtype)
+        paged, dtype = self.kernels == "native", self.model.embedding.dtype
+        laid_out = batch.build(work, self.model.cache.pages, self.device, dtype, paged)
         sequences = [work[i][0] for i in laid_out.sampled]
         with torch.inference_mode():  # the sampler writes into the logits, which only this mode may do
             logits = model.forward(self.model, laid_out)
@@ -106,7 +117,7 @@ class ModelRunner:
 
         Writes to block 0, hence before the scheduler hands out blocks.
         """
-        n = self.model.pages.block_size
+        n = self.model.cache.pages.block_size
         sequence = Sequence(-1, [0] * n, n, SamplingParams(max_tokens=1), 0, blocks=[0])
         self.execute([(sequence, n)])
         sequence.computed = n - 1
@@ -116,13 +127,15 @@ class ModelRunner:
         """What was effectively chosen, for the server's start-up line."""
         import torch
 
-        parameters = sum(t.numel() for t in self.model.weights.tensors())
         return {
             "device": str(self.device) if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
-            "dtype": str(self.model.pool.dtype).removeprefix("torch."),
+            "dtype": str(self.model.embedding.dtype).removeprefix("torch."),
+            "quantization": self.quantization,
+            "kv_cache_dtype": str(self.model.cache.pool.dtype).removeprefix("torch."),
+            "cpu_kernels": self.kernels,
             "threads": torch.get_num_threads(),
             "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
-            "parameters": parameters,
+            "parameters": self.parameters,
             "weights_bytes": self.weights_bytes,
             "kv_bytes": self.kv_bytes,
         }
@@ -138,3 +151,32 @@ def _device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return wanted
+
+
+def _known(name: str, found: str, known: Iterable[str]) -> None:
+    if found not in known:
+        raise ValueError(f"{name} {found!r}: would be right: {' or '.join(sorted(known))}")
+
+
+def _kernels(config: EngineConfig, device: "torch.device", dtype: "torch.dtype") -> str:
+    """Which row of model.KERNELS computes. Raises ValueError where native ones were asked for and cannot be had."""
+    import torch
+
+    from reference_engine import native
+
+    wanted = config.cpu_kernels
+    _known("cpu_kernels", wanted, ("auto", "torch", "native"))
+    if wanted == "torch":
+        return wanted
+    if (device.type, dtype) != ("cpu", torch.float32):
+        if wanted == "native":
+            raise ValueError(f"cpu_kernels 'native' with {dtype} on {device.type}: would be right: float32 on the cpu")
+        return "torch"
+    try:
+        native.set_threads(config.threads)
+    except native.NativeError as error:
+        if wanted == "native":
+            raise
+        print(f"reference_engine: {error}; torch computes instead", file=sys.stderr, flush=True)
+        return "torch"
+    return "native"

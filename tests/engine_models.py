@@ -100,7 +100,7 @@ def prompts(count: int, vocab: int = 199, longest: int = 40, seed: int = 0) -> l
 
 
 def runner(weights: Weights, eos_ids: Iterable[int] = (), **knobs: Any) -> ModelRunner:
-    defaults = {"block_size": 4, "num_blocks": 600, "max_model_len": 512, "device": "cpu"}
+    defaults = {"block_size": 4, "num_blocks": 600, "max_model_len": 512, "device": "cpu", "cpu_kernels": "torch"}
     return ModelRunner("test", weights, frozenset(eos_ids), EngineConfig(**(defaults | knobs)))
 
 
@@ -109,7 +109,8 @@ def logits_of(engine: ModelRunner, tokens: list[int], computed: int) -> torch.Te
     s = sequence(tokens)
     s.computed = computed
     s.blocks = list(range(40, 0, -1))
-    laid_out = batch.build([(s, len(tokens) - computed)], engine.model.pages, engine.device, engine.model.pool.dtype)
+    work, pages, dtype = [(s, len(tokens) - computed)], engine.model.cache.pages, engine.model.embedding.dtype
+    laid_out = batch.build(work, pages, engine.device, dtype, engine.kernels == "native")
     return model.forward(engine.model, laid_out)[0]
 
 
@@ -124,10 +125,11 @@ def assert_same_logits(hf: PreTrainedModel, read: Weights) -> None:
     tokens = prompts(1, seed=7)[0] + list(range(30))
     with torch.inference_mode():
         right = hf(torch.tensor([tokens])).logits[0]
-    engine = runner(read)
-    for chunk in (1, 5, 16, len(tokens)):
-        difference = (logits_at(engine, tokens, chunk) - right[chunk - 1 :: chunk]).abs().max().item()
-        assert difference < LOGITS, chunk
+    for kernels in ("torch", "auto"):  # auto: native where there is a compiler
+        engine = runner(read, cpu_kernels=kernels)
+        for chunk in (1, 5, 16, len(tokens)):
+            difference = (logits_at(engine, tokens, chunk) - right[chunk - 1 :: chunk]).abs().max().item()
+            assert difference < LOGITS, (kernels, chunk)
 
 
 def sequence(prompt: list[int], number: int = 0, **params: Any) -> Sequence:
@@ -141,7 +143,7 @@ def outputs(sequences: list[Sequence]) -> list[list[int]]:
 def drive(model: ModelRunner, sequences: list[Sequence], budget: int = 10_000, preempt_every: int = 0) -> None:
     """Run them to max_tokens: blocks in no order, chunks of any size, and every so many steps one starts again."""
     random = Random(1)
-    free = list(range(model.model.pages.num_blocks))
+    free = list(range(model.model.cache.pages.num_blocks))
     random.shuffle(free)
     steps = 0
     while alive := [s for s in sequences if s.output_len < s.params.max_tokens]:
@@ -154,7 +156,7 @@ def drive(model: ModelRunner, sequences: list[Sequence], budget: int = 10_000, p
             n = min(left, len(s.token_ids) - s.computed)
             if n == 0:
                 break
-            while len(s.blocks) * model.model.pages.block_size < s.computed + n:
+            while len(s.blocks) * model.model.cache.pages.block_size < s.computed + n:
                 s.blocks.append(free.pop())
             work.append((s, n))
             left -= n

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from llm_bench.bodies import Ask, asked, unsayable
-from llm_bench.dialects import DIALECTS
+from llm_bench.bodies import Ask, asked
+from llm_bench.dialects import DIALECTS, unsayable
 from llm_bench.errors import BenchError
 from llm_bench.request import Request
 
+OPENAI = ("openai-chat", "openai-completions")
 CHAT, COMPLETIONS = DIALECTS["openai-chat"], DIALECTS["openai-completions"]
 ASK = Ask(model="m")
 
@@ -49,14 +50,14 @@ def test_messages_of_a_trace_go_out_as_they_are():
         (Request(1, 8, prompt="p"), ASK._replace(stream=False), {"stream_options"}),
     ],
 )
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 def test_what_is_not_asked_for_is_not_in_the_body(name, request_, ask, absent):
     body = encoded(DIALECTS[name], request_, ask)
     assert not absent & body.keys()
     assert body["stream"] is ask.stream
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 def test_extra_fields_of_the_trace_win_over_the_users_and_those_over_ours(name):
     request = Request(1, 8, prompt="p", priority=-2, extra={"temperature": 1, "top_k": 5})
     body = encoded(DIALECTS[name], request, Ask(model="m", extra={"temperature": 0.5, "seed": 3, "min_tokens": 0}))
@@ -158,9 +159,177 @@ def test_a_body_of_another_api_is_told_from_one_of_the_targets(api, body, said):
     assert unsayable(Request(0, None, body=body), api).startswith(said)
 
 
-@pytest.mark.parametrize("api", DIALECTS)
+@pytest.mark.parametrize("api", OPENAI)
 def test_every_protocol_can_say_its_own_bodies_and_texts(api):
     bodies = {"openai-chat": CHATTED, "openai-completions": COMPLETED}
     assert unsayable(Request(0, None, body=bodies[api]), api) == ""
     assert unsayable(Request(0, None, prompt="x"), api) == ""
     assert unsayable(Request(5, 5), api) == ""
+
+
+# Protocols in words of their own
+
+ROW = Request(3, 64, prompt="low water")
+LIMIT = {"temperature": 0, "max_new_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        (
+            "openai-responses",
+            {
+                "model": "m",
+                "input": [{"role": "user", "content": "low water"}],
+                "stream": True,
+                "store": False,
+                "temperature": 0,
+                "max_output_tokens": 64,
+            },
+        ),
+        ("tgi", {"inputs": "low water", "parameters": {"details": True, "do_sample": False, "max_new_tokens": 64}}),
+        (
+            "triton-generate",
+            {
+                "text_input": "low water",
+                "stream": True,
+                "exclude_input_in_output": True,
+                "return_finish_reason": True,
+                "return_num_input_tokens": True,
+                "return_num_output_tokens": True,
+                "sampling_parameters": '{"temperature":0,"max_tokens":64,"ignore_eos":true,"min_tokens":64}',
+            },
+        ),
+        (
+            "trtllm-triton",
+            {
+                "text_input": "low water",
+                "stream": True,
+                "bad_words": "",
+                "stop_words": "",
+                "exclude_input_in_output": True,
+                "return_perf_metrics": True,
+                "max_tokens": 64,
+                "min_tokens": 64,
+            },
+        ),
+        (
+            "sglang",
+            {
+                "text": "low water",
+                "stream": True,
+                "sampling_params": LIMIT | {"ignore_eos": True, "min_new_tokens": 64},
+            },
+        ),
+        (
+            "llamacpp",
+            {"prompt": "low water", "stream": True, "temperature": 0, "n_predict": 64, "ignore_eos": True},
+        ),
+        (
+            "anthropic-messages",
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": "low water"}],
+                "stream": True,
+                "temperature": 0,
+                "max_tokens": 64,
+            },
+        ),
+        ("torchserve", {"prompt": "low water", "stream": True, "temperature": 0, "max_tokens": 64}),
+        ("ray-serve", {"prompt": "low water", "stream": True, "temperature": 0, "max_tokens": 64}),
+    ],
+)
+def test_a_body_says_the_same_in_each_protocols_words(name, body):
+    assert encoded(DIALECTS[name], ROW) == body
+    pinned = bool(DIALECTS[name].takes.pins)
+    assert DIALECTS[name].takes.asked(ROW, ASK) == (64, pinned, 1)
+    assert DIALECTS[name].takes.asked(ROW, ASK._replace(pin_lengths=False)) == (64, False, 1)
+
+
+OTHERS = [name for name in DIALECTS if name not in OPENAI]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_openais_words_in_extra_are_put_into_a_protocols_own(name):
+    row = Request(3, 64, prompt="p", extra={"max_tokens": 9, "top_p": 0.5})
+    dialect, ask = DIALECTS[name], ASK._replace(extra={"temperature": 0.7, "top_p": 0.1, "max_tokens": 5})
+    assert dialect.takes.asked(row, ask).out == 9
+    text = dialect.encode(row, ask).decode().replace("\\", "")
+    assert '"top_p":0.5' in text
+    assert '"temperature":0.7' in text
+    newer = Request(3, 64, prompt="p", extra={"max_completion_tokens": 4})
+    assert dialect.takes.asked(newer, ASK).out == 4
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_table_in_extra_is_merged_and_a_word_of_the_protocols_own_goes_out_as_it_stands(name):
+    section = {"tgi": "parameters", "sglang": "sampling_params", "triton-generate": "sampling_parameters"}.get(name)
+    extra = {"lora": "a"} | ({section: {"own": 1}} if section else {})
+    text = DIALECTS[name].encode(ROW, ASK._replace(extra=extra)).decode().replace("\\", "")
+    assert '"lora":"a"' in text
+    assert section is None or ('"own":1' in text and "64" in text)
+
+
+def test_sampling_in_tgi_is_said_and_a_temperature_of_zero_is_not():
+    warm = encoded(DIALECTS["tgi"], Request(1, 8, prompt="p", extra={"temperature": 0.5}))["parameters"]
+    assert (warm["temperature"], warm["do_sample"]) == (0.5, True)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_stop_word_sets_a_pinned_length_free(name):
+    row = Request(3, 8, prompt="p", extra={"stop": ["x"]})
+    assert not DIALECTS[name].takes.asked(row, ASK).pinned
+
+
+def test_a_chats_system_text_is_a_field_of_its_own_at_anthropic():
+    said = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
+    body = encoded(DIALECTS["anthropic-messages"], Request(3, None, messages=said))
+    assert (body["system"], body["messages"]) == ("be brief", [{"role": "user", "content": "hi"}])
+    assert body["max_tokens"] == 4096  # it may not be left out
+
+
+@pytest.mark.parametrize(("name", "key"), [("sglang", "input_ids"), ("llamacpp", "prompt")])
+def test_token_ids_go_where_they_are_taken(name, key):
+    assert encoded(DIALECTS[name], Request(3, 8, prompt_token_ids=(7, 8, 9)))[key] == [7, 8, 9]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_captured_body_of_a_protocol_is_sent_as_it_stands_but_for_model_and_stream(name):
+    takes = DIALECTS[name].takes
+    value = [{"role": "user", "content": "x"}] if takes.chat else "x"
+    body = {takes.prompt: value, "model": "once", "max_tokens": 5, "seed": 1}
+    made = encoded(DIALECTS[name], Request(5, 99, body=body))
+    ours = {key: made[key] for key in ("model", "stream") if key in made}
+    assert made == body | ours
+    assert made["model"] == ("m" if takes.model == "body" else "once")
+    assert unsayable(Request(0, None, body=body), name) == ""
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_each_protocol_cannot_say_is_refused_by_both_ways_of_asking(name):
+    takes = DIALECTS[name].takes
+    rows = {
+        "ids": Request(1, 8, prompt_token_ids=(1,), line=41),
+        "messages": Request(1, 8, messages=({"role": "user", "content": "x"},), line=41),
+    }
+    for what, taken in (("ids", takes.token_ids), ("messages", takes.chat)):
+        assert (unsayable(rows[what], name) == "") is taken
+        if taken:
+            assert DIALECTS[name].encode(rows[what], ASK)
+        else:
+            with pytest.raises(BenchError, match="line 41"):
+                DIALECTS[name].encode(rows[what], ASK)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_rows_own_model_is_refused_where_the_protocol_cannot_name_it(name):
+    row = Request(1, 8, prompt="p", model="lora-a")
+    said = unsayable(row, name, keep_model=True)
+    assert bool(said) is (DIALECTS[name].takes.model != "body")
+    assert not said or ("'lora-a'" in said and "--keep-model" in said)
+    assert unsayable(row, name) == ""
+
+
+def test_a_models_name_cannot_break_out_of_the_path_it_stands_in():
+    path = DIALECTS["torchserve"].path_of("a b?c#d\r\ne/é", stream=True)
+    assert path == "/predictions/a%20b%3Fc%23d%0D%0Ae/%C3%A9"

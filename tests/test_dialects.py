@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_bench.dialects import DIALECTS, Chunk, Delta, Usage, plain_reader
+from llm_bench.framing import SSE
 from llm_bench.http1 import events
 from tests.fixtures import NAMES, captured, hostile_events, unhurried, wire
 
+OPENAI = ("openai-chat", "openai-completions")
 CHAT, COMPLETIONS = DIALECTS["openai-chat"], DIALECTS["openai-completions"]
 
 
@@ -73,13 +75,13 @@ def test_a_completions_choice(choice, expected):
     assert delta(COMPLETIONS, **choice) == expected
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", [name for name, row in DIALECTS.items() if row.comes.framing == SSE])
 @pytest.mark.parametrize("data", [b"[DONE]", b" [DONE] ", b"[DONE]\n"])
 def test_done_is_a_word_of_its_own(name, data):
     assert DIALECTS[name].decode(data) == Chunk(done=True)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 def test_a_usage_event_has_no_deltas(name):
     usage = {"prompt_tokens": 40, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 32}}
     assert decoded(DIALECTS[name], {"choices": [], "usage": usage}) == Chunk(usage=Usage(40, 9, 32))
@@ -88,7 +90,7 @@ def test_a_usage_event_has_no_deltas(name):
     assert decoded(DIALECTS[name], {"choices": [], "usage": None}).usage is None
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 @pytest.mark.parametrize(
     ("event", "error", "code"),
     [
@@ -150,7 +152,7 @@ def test_an_account_that_says_nothing_is_none(account):
     assert decoded(CHAT, {"choices": [], "timings": account}).server_ms == {}
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 @pytest.mark.parametrize(
     "data",
     [
@@ -242,7 +244,7 @@ CHOICE_MORE = [
 ]
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 @pytest.mark.parametrize("more", [*MORE, *({"choice": c} for c in CHOICE_MORE)], ids=json.dumps)
 def test_plain_takes_an_event_for_its_text_only_where_decode_does(name, more):
     said = {"delta": {"content": "hi"}} if name == "openai-chat" else {"text": "hi"}
@@ -280,7 +282,7 @@ dumps = st.sampled_from([{"separators": (",", ":")}, {}, {"ensure_ascii": False}
     ),
     st.lists(st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=2)), max_size=2),
 )
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 def test_a_streams_reader_reads_each_event_as_plain_does(name, events_, hits):
     dialect = DIALECTS[name]
     read = plain_reader(dialect)
@@ -292,7 +294,7 @@ def test_a_streams_reader_reads_each_event_as_plain_does(name, events_, hits):
             assert read(bent) == dialect.plain(bent)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 @pytest.mark.parametrize(
     "middle", [b"", b"\xff", b"\xed\xa0\x80", b'","x":"', b"\\n", b"\\", b"\x00", b"\t", "é".encode()]
 )
@@ -305,7 +307,7 @@ def test_a_streams_reader_is_not_fooled_by_what_stands_where_the_text_was(name, 
     assert read(bent) == dialect.plain(bent)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", OPENAI)
 def test_a_text_that_stands_twice_makes_no_template(name):
     read = plain_reader(DIALECTS[name])
     key = "content" if name == "openai-chat" else "text"
@@ -321,15 +323,27 @@ def test_a_text_that_stands_twice_makes_no_template(name):
 def test_deep_nesting_is_no_way_in(name, depth, key):
     data = f'{{"{key}": {"[" * depth}1{"]" * depth}}}'.encode()
     try:
-        assert DIALECTS[name].decode(data).error
+        chunk = DIALECTS[name].decode(data)
+        assert chunk.error or name not in OPENAI
     except ValueError as e:
         assert str(e)  # noqa: PT017 - either answer will do, another exception will not
+
+
+def _reads(dialect, data) -> bool:
+    try:
+        dialect.decode(data)
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_is_token_agrees_with_decode_on_our_streams(name):
     for dialect in DIALECTS.values():
         for _, data in events(*zip(*wire(name), strict=True)).stamped:
+            if not _reads(dialect, data):
+                assert not dialect.is_token(data)
+                continue
             assert dialect.is_token(data) is any(d.bears_token for d in dialect.decode(data).deltas)
             _plain_agrees(dialect, data)
 

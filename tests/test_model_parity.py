@@ -27,6 +27,7 @@ from tests.engine_models import (
     save,
     sequence,
 )
+from tests.native_builds import KERNELS
 
 pytestmark = pytest.mark.engine
 TOKENS = 12
@@ -104,9 +105,10 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16, 10_000])
-def test_tokens_are_those_of_transformers_at_any_budget(oracle: Oracle, budget: int) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_tokens_are_those_of_transformers_at_any_budget(oracle: Oracle, budget: int, kernels: str) -> None:
     alone = [sequence(p) for p in oracle.prompts[:4]]
-    engine = runner(oracle.weights)
+    engine = runner(oracle.weights, cpu_kernels=kernels)
     for s in alone:
         drive(engine, [s], budget)
     together = [sequence(p, i) for i, p in enumerate(oracle.prompts)]
@@ -116,10 +118,12 @@ def test_tokens_are_those_of_transformers_at_any_budget(oracle: Oracle, budget: 
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_a_sequence_that_was_preempted_goes_on_as_if_it_had_not_been(oracle: Oracle, every: int) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_sequence_that_was_preempted_goes_on_as_if_it_had_not_been(oracle: Oracle, every: int, kernels: str) -> None:
     again = [sequence(p, i) for i, p in enumerate(oracle.prompts[:8])]
     # every=1 with the whole budget: one sequence starts again in each step and is recomputed in it
-    drive(runner(oracle.weights), again, budget=10_000 if every == 1 else 64, preempt_every=every)
+    engine = runner(oracle.weights, cpu_kernels=kernels)
+    drive(engine, again, budget=10_000 if every == 1 else 64, preempt_every=every)
     assert outputs(again) == oracle.expected[:8]
 
 
@@ -146,8 +150,12 @@ def scheduled(oracle: Oracle, asked: list[list[int]], **knobs: Any) -> tuple[lis
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(("budget", "blocks"), [(7, 600), (512, 600), (512, 30), (5, 30)])
-def test_scheduled_preempted_and_cached_alike(oracle: Oracle, budget: int, blocks: int, prefix_caching: bool) -> None:
-    knobs = {"max_num_batched_tokens": budget, "num_blocks": blocks, "prefix_caching": prefix_caching}
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_scheduled_preempted_and_cached_alike(
+    oracle: Oracle, budget: int, blocks: int, prefix_caching: bool, kernels: str
+) -> None:
+    knobs: dict[str, Any] = {"max_num_batched_tokens": budget, "num_blocks": blocks, "cpu_kernels": kernels}
+    knobs["prefix_caching"] = prefix_caching
     sequences, scheduler = scheduled(oracle, oracle.prompts, **knobs)
     assert outputs(sequences) == oracle.expected
     assert (scheduler.counts.preemptions > 0) == (blocks == 30)

@@ -51,7 +51,7 @@ def test_a_step_writes_only_the_slots_of_its_tokens() -> None:
     s = sequence(list(range(10)))
     s.blocks, s.computed = [9, 3, 20], 5
     runner.execute([(s, 3)])
-    written = runner.model.pool.abs().amax((0, 1, 3, 5)) > 0  # [block, position in it]
+    written = runner.model.cache.pool.abs().amax((0, 1, 3, 5)) > 0  # [block, position in it]
     assert written.nonzero().tolist() == [[3, 1], [3, 2], [3, 3]]
 
 
@@ -96,7 +96,7 @@ def test_tiny_with_tied_embeddings_runs() -> None:
 
 
 def test_memory_is_stated() -> None:
-    facts = tiny(num_blocks=10, block_size=8).facts()
+    facts = tiny(num_blocks=10, block_size=8, cpu_kernels="torch").facts()
     assert facts["kv_bytes"] == 4 * 2 * 10 * 2 * 8 * 32 * 4  # layers, k and v, blocks, kv heads, positions, head, bytes
     assert facts["weights_bytes"] == 4 * int(facts["parameters"])
     half = tiny(num_blocks=10, block_size=8, dtype="bfloat16").facts()

@@ -158,3 +158,20 @@ def test_differences_are_seen_from_either_side(x: int, y: int) -> None:
     one, other = differences(of(x), of(y)), differences(of(y), of(x))
     assert [d.check for d in one] == [d.check for d in other]
     assert bool(one) == (max(x, y) > 1.02 * min(x, y))
+
+
+def test_prompts_that_cost_more_than_a_template_apart_are_of_differing_tokenizers() -> None:
+    mine, theirs = {"agreement_tokens": [5, 6, 7]}, {"agreement_tokens": [6, 7, 9]}
+    found = differences(Side("a", work(probe=mine)), Side("b", work(probe=theirs)))
+    assert [d.check for d in found] == ["tokenizer"]
+    assert "the same prompts cost 5, 6, 7 tokens here, 6, 7, 9 there" in found[0].text
+    template = {"agreement_tokens": [7, 8, 9]}
+    assert differences(Side("a", work(probe=mine)), Side("b", work(probe=template))) == []
+
+
+def test_what_a_server_tells_of_its_build_stands_where_nothing_is_declared() -> None:
+    told = {"told": {"revision": "abc123", "precision": "torch.float16"}}
+    other = {"told": {"revision": "fff999", "precision": "fp16"}}
+    found = differences(Side("a", work(probe=told)), Side("b", work(probe=other)))
+    assert [d.text for d in found] == ["revision 'abc123' at a, 'fff999' at b"]
+    assert differences(Side("a", work(probe=told)), Side("b", work(target={"revision": "abc"}))) == []
