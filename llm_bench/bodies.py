@@ -44,7 +44,7 @@ def encode_chat(request: Request, ask: Ask) -> bytes:
     elif request.prompt is not None:
         messages = [{"role": "user", "content": request.prompt}]
     else:
-        raise BenchError(f"line {request.line}: {unsayable(request, 'openai-chat')}")
+        raise BenchError(f"line {request.line}: a chat needs messages or a prompt; token ids go to openai-completions")
     return _body({"messages": messages}, request, ask)
 
 
@@ -54,7 +54,7 @@ def encode_completions(request: Request, ask: Ask) -> bytes:
     if request.prompt_token_ids is not None:
         return _body({"prompt": request.prompt_token_ids}, request, ask)
     if request.prompt is None:
-        raise BenchError(f"line {request.line}: {unsayable(request, 'openai-completions')}")
+        raise BenchError(f"line {request.line}: completions take a prompt or token ids; messages go to openai-chat")
     return _body({"prompt": request.prompt}, request, ask)
 
 
@@ -101,28 +101,6 @@ def dumped(body: JsonObject, request: Request) -> bytes:
         return orjson.dumps(body)
     except orjson.JSONEncodeError as e:
         raise BenchError(f"line {request.line}: this request cannot be written as JSON: {e}") from None
-
-
-# What holds the prompt in a body of each API, and where such a body goes; "": no row of DIALECTS speaks it.
-_PROMPT_KEYS = {"messages": "openai-chat", "prompt": "openai-completions", "input": "", "contents": "", "inputs": ""}
-
-
-def unsayable(request: Request, api: str) -> str:
-    """Why a protocol cannot say what the request brings, in words; "" where it can. `api` is a row of DIALECTS."""
-    if request.body is not None:
-        right = next(key for key, name in _PROMPT_KEYS.items() if name == api)
-        found = [key for key in _PROMPT_KEYS if request.body.get(key) is not None]
-        kinds = (list,) if right == "messages" else (str, list)
-        if found == [right] and isinstance(request.body[right], kinds) and request.body[right]:
-            return ""
-        elsewhere = " or ".join(_PROMPT_KEYS[key] for key in found if key != right and _PROMPT_KEYS[key])
-        hint = f"; send it to an {elsewhere} target" if elsewhere else ""
-        return f"its body has {' and '.join(found) or 'no prompt'}, {api} needs {right}, alone and not empty{hint}"
-    if api == "openai-chat" and request.prompt_token_ids is not None:
-        return "a chat needs messages or a prompt; token ids go to openai-completions"
-    if api == "openai-completions" and request.messages is not None:
-        return "completions take a prompt or token ids; messages go to openai-chat"
-    return ""
 
 
 def asked(request: Request, ask: Ask) -> Asked:

@@ -132,7 +132,9 @@ class Book:
         """
         now = _as_stored({"probed": probed})
         if self.facts.get("probed") is not None:
-            self._compare(self.facts, now, ("probed",))
+            kept = self.facts["probed"]  # an earlier version kept less of a target: nothing to hold that against
+            alike = {t: {k: v for k, v in of.items() if k in kept.get(t, of)} for t, of in now["probed"].items()}
+            self._compare(self.facts, {"probed": alike}, ("probed",))
         self.facts |= now
         if self._resumes:
             self.facts["resumed"] = [*(self.facts.get("resumed") or []), list(clock.anchor())]

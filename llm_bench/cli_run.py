@@ -117,7 +117,7 @@ def run(
         str, typer.Option(help="Answers in later turns: live, the server's own; recorded, made up at their lengths.")
     ] = "live",
     token_ids: Annotated[
-        bool, typer.Option("--token-ids", help="Make prompts of token ids (openai-completions, needs --tokenizer).")
+        bool, typer.Option("--token-ids", help="Make prompts of token ids (needs --tokenizer).")
     ] = False,
     keep_model: Annotated[
         bool, typer.Option("--keep-model", help="Ask for the model that a row names; default: the target's.")

@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,16 +16,32 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import calibration, clock, driver, limits, records, retry, scrape, shards, targets, transport, wire
+from llm_bench import (
+    calibration,
+    clock,
+    driver,
+    fault_doing,
+    faults,
+    limits,
+    records,
+    retry,
+    scrape,
+    shards,
+    targets,
+    transport,
+    wire,
+)
 from llm_bench.beside import TICK_S, Clerk, Say, Ticker, longest, progress
 from llm_bench.cell import RAW_TOTAL, Cell
 from llm_bench.errors import BenchError
 from llm_bench.exchange import CONNECT_ERROR, Exchange
+from llm_bench.fault_doing import Trouble
+from llm_bench.faults import Fault
 from llm_bench.flights import Flight, Gauge
 from llm_bench.host import cores
 from llm_bench.plan import Plan
 from llm_bench.records import DISK_ERRORS, OUTCOMES, Writer
-from llm_bench.shards import Board, Part, SharedSlots
+from llm_bench.shards import Board, Part
 
 GONE_AFTER = 20  # refused connections in a row, none answered between: then the target is asked whether it lives
 MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
@@ -36,12 +52,23 @@ SHARE_OF_A_CORE = 0.5  # a worker that is busier than this stamps late now and t
 
 # (seconds since the start, in flight, ended) four times a second -> reason to end the cell now, "" for none
 Watch = Callable[[float, int, int], str]
+# Drives a cell by workers elsewhere, as `_share` does by processes of this machine: its arguments, its answer.
+Fleet = Callable[[Cell, Plan, Mapping[str, Any], int, Say, Say, Watch | None, Trouble], dict[str, Any]]
 
 
 def measure(
-    cell: Cell, header: Mapping[str, Any], say: Say, live: Say, workers: int = 1, watch: Watch | None = None
+    cell: Cell,
+    header: Mapping[str, Any],
+    say: Say,
+    live: Say,
+    workers: int = 1,
+    watch: Watch | None = None,
+    planned: Sequence[Fault] = (),
+    fleet: Fleet | None = None,
 ) -> dict[str, Any]:
     """Plan, drive, write. Returns how the cell ended, for run.json; `watch` may end it before its time.
+
+    `planned`: faults that are done meanwhile, timed from the start of the drive. `fleet`: drives it on other hosts.
 
     Raises BenchError where the disk is full or this machine gives no more sockets; what was measured by then is
     readable.
@@ -50,7 +77,7 @@ def measure(
     workers = crew(cell, asked)
     work = Plan(cell.requests, cell.due_ns, out / f"{cell.name}.spool", cell.next_payload)
     try:
-        with _disk_errors(out):
+        with disk_errors(out):
             _check_disk(out, cell)
             work.write(cell.first_payloads(live))
             live("")
@@ -59,18 +86,23 @@ def measure(
             facts = {**header, **_facts(cell, work, workers)}
             pages = cell.target.metrics or cell.options.metrics_url
             scraped = scrape.Asked(pages, cell.options.scrape_every_s, cell.options.gpu)
-            with scrape.beside(cell.target, scraped, scrape.path_of(cell.options.out, cell.name), say):
-                if workers == 1:
-                    end = _drive(cell, work, facts, Part(cell.name), live, watch)
+            done_at = faults.path_of(out, cell.name)
+            with (
+                scrape.beside(cell.target, scraped, scrape.path_of(out, cell.name), say),
+                fault_doing.beside(cell.target, planned, done_at, say) as trouble,
+            ):
+                if workers == 1 and fleet is None:
+                    end = drive(cell, work, facts, Part(cell.name), live, watch, trouble)
                 else:
-                    end = _share(cell, work, facts, workers, say, live, watch)
-            return end | {"workers": workers, "ceiling": calibration.ceiling()}
+                    end = (fleet or _share)(cell, work, facts, workers, say, live, watch, trouble)
+            end |= fault_doing.ended(done_at, planned)
+            return {"workers": workers, "ceiling": calibration.ceiling()} | end
     finally:
         work.close()
 
 
 @contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
+def disk_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
@@ -100,15 +132,20 @@ def crew(cell: Cell, asked: int) -> int:
     if load.max_in_flight is not None:
         return 1
     if not asked:
-        core = calibration.ceiling() or UNCALIBRATED
-        tokens = float(np.mean([r.tokens_out or 1 for r in cell.requests]))
-        requests_per_s = load.rate or (load.concurrency or 1) / max(cell.alone_s, 1e-4)
-        if load.speed is not None:
-            requests_per_s = len(cell.requests) / max(float(cell.due_ns.max()) / 1e9, 1.0)
-        busy = requests_per_s * tokens / core["events_per_s"] + requests_per_s / core["requests_per_s"]
+        busy = cores_needed(cell, calibration.ceiling() or UNCALIBRATED)
         asked = min(math.ceil(busy / SHARE_OF_A_CORE), max(1, cores() - 1))
     places = load.concurrency or asked
     return max(1, min(asked, places, sum(r.turn == 0 for r in cell.requests)))
+
+
+def cores_needed(cell: Cell, core: Mapping[str, float]) -> float:
+    """Busy cores that a cell's load makes of what one carries: of a closed loop as fast as its target alone."""
+    load = cell.load
+    tokens = float(np.mean([r.tokens_out or 1 for r in cell.requests]))
+    requests_per_s = load.rate or (load.concurrency or 1) / max(cell.alone_s, 1e-4)
+    if load.speed is not None:
+        requests_per_s = len(cell.requests) / max(float(cell.due_ns.max()) / 1e9, 1.0)
+    return requests_per_s * tokens / core["events_per_s"] + requests_per_s / core["requests_per_s"]
 
 
 def warmup_requests(cell: Cell) -> int:
@@ -167,8 +204,14 @@ def _facts(cell: Cell, work: Plan, workers: int) -> dict[str, Any]:
 # ---- one process
 
 
-def _drive(
-    cell: Cell, work: Plan, facts: Mapping[str, Any], part: Part, live: Say, watch: Watch | None = None
+def drive(
+    cell: Cell,
+    work: Plan,
+    facts: Mapping[str, Any],
+    part: Part,
+    live: Say,
+    watch: Watch | None,
+    trouble: Trouble,
 ) -> dict[str, Any]:
     places = cell.load.concurrency or cell.load.max_in_flight
     need = -(-(places or len(work)) // part.workers)
@@ -176,17 +219,19 @@ def _drive(
     writer = Writer(cell.options.out / f"{part.name}.arrow", dict(facts))
     gc.freeze()  # a collection over the whole plan would stop the loop for longer than a token takes
     try:
-        return wire.run(_loop(cell, work, writer, part, live, watch))
+        return wire.run(_loop(cell, work, writer, part, live, watch, trouble))
     finally:
         writer.close()
         gc.unfreeze()
         gc.collect()  # here and not before the drive, so that no first request waits for it
 
 
-async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, watch: Watch | None) -> dict[str, Any]:
+async def _loop(
+    cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, watch: Watch | None, trouble: Trouble
+) -> dict[str, Any]:
     options, load, board = cell.options, cell.load, part.board
     stop, stopped_by = asyncio.Event(), ""
-    refused_in_a_row = 0
+    refused_in_a_row = refused_since_ns = 0
     clerk = Clerk(cell, writer)
 
     def halt(reason: str) -> None:
@@ -195,11 +240,14 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
         stop.set()
 
     def done(flight: Flight) -> bool:
-        nonlocal refused_in_a_row
+        nonlocal refused_in_a_row, refused_since_ns
         refused = flight.tried is not None and flight.tried.exchange.ended == CONNECT_ERROR
         refused_in_a_row = refused_in_a_row + 1 if refused else 0
-        if refused_in_a_row == GONE_AFTER and not targets.reachable(cell.target):
-            halt("target gone")
+        refused_since_ns = clock.now_ns() if refused_in_a_row == 1 else refused_since_ns
+        if refused_in_a_row >= GONE_AFTER and clock.now_ns() - refused_since_ns >= trouble.patience_ns:
+            if not targets.reachable(cell.target):
+                halt("target gone")
+            refused_in_a_row = 0  # it lives: it is not asked again at each request
         if work.next_turn[flight.index] >= 0:  # whether the conversation goes on depends on what the answer is
             return clerk.enter(flight)
         clerk.put(flight)
@@ -223,7 +271,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
                 reuse=not options.connect_per_request,
             )
         )
-        for url in cell.target.urls
+        for url in trouble.urls or cell.target.urls
     ]
     first = part.worker % len(lines)  # else all workers would ask the same one at the same time
     turn = itertools.cycle([*enumerate(lines)][first:] + [*enumerate(lines)][:first])
@@ -237,6 +285,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
     send = retry.retrying(to_next, options.retries, options.timeouts.total_s)
     gauge = Gauge()
     start_ns = await board.wait_for_start(part.worker, stop) if board is not None else clock.now_ns()
+    trouble.begun(start_ns)
     ticker = Ticker(cell, gauge, writer, part, live)
 
     async def look(watch: Watch) -> None:
@@ -266,7 +315,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
                 gauge=gauge,
                 slots=None
                 if board is None
-                else SharedSlots(board, part.worker, part.workers, work.first, load.concurrency),
+                else part.slots(board, part.worker, part.workers, work.first, load.concurrency),
                 start_ns=start_ns,
                 note=note,
             )
@@ -280,7 +329,7 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
                 drain_s=options.drain_s,
                 stop=stop,
                 gauge=gauge,
-                firsts=work.first[part.worker :: part.workers],
+                firsts=part.firsts(work.first),
                 start_ns=start_ns,
                 note=note,
                 spin_ns=round(options.spin_us * 1e3),
@@ -320,7 +369,14 @@ async def _loop(cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, w
 
 
 def _share(
-    cell: Cell, work: Plan, facts: Mapping[str, Any], workers: int, say: Say, live: Say, watch: Watch | None
+    cell: Cell,
+    work: Plan,
+    facts: Mapping[str, Any],
+    workers: int,
+    say: Say,
+    live: Say,
+    watch: Watch | None,
+    trouble: Trouble,
 ) -> dict[str, Any]:
     """The same drive in `workers` processes, each with records of its own."""
     board = Board(workers, len(work))
@@ -328,8 +384,8 @@ def _share(
 
     def body(number: int) -> dict[str, Any]:
         part = Part(f"{cell.name}.w{number}", number, workers, board)
-        with _disk_errors(cell.options.out):
-            return _drive(cell, work, {**facts, "worker": number}, part, lambda text: None)
+        with disk_errors(cell.options.out):
+            return drive(cell, work, {**facts, "worker": number}, part, lambda text: None, None, trouble)
 
     def look() -> bool:
         nonlocal halted
@@ -341,6 +397,16 @@ def _share(
 
     outcomes = shards.run(workers, body, board, look)
     live("")
+    return together(cell, facts, board, outcomes, halted, say)
+
+
+def together(
+    cell: Cell, facts: Mapping[str, Any], board: Board, outcomes: Sequence[shards.Outcome], halted: str, say: Say
+) -> dict[str, Any]:
+    """How a cell ended, of how its workers did; what dead ones had begun becomes records. `halted`: why it was ended.
+
+    Raises the BenchError of a worker that failed with one.
+    """
     ends = [o.end for o in outcomes if o.end is not None]
     reasons = [end["reason"] for end in ends] + ["interrupted"] * board.interrupted
     end: dict[str, Any] = {

@@ -24,7 +24,7 @@ ROWS = 16_384  # of a row group: what is held in memory at a time, lists of stam
 POOLED = ("itl",)  # a value a gap: the gaps of a request are those of its event_ns
 _STAMP = "ns of the client's monotonic clock, the run's anchor to the wall clock is in the file's metadata"
 _NEVER_0 = ("ready_ns", "sent_ns", "first_byte_ns", "end_ns", "first_answer_ns", "status")
-_UNKNOWN_MINUS_1 = ("planned_in", "asked_out", "tokens_in", "tokens_cached", "tokens_out")
+_UNKNOWN_MINUS_1 = ("planned_in", "asked_out", "tokens_in", "tokens_cached", "tokens_out", "tokens_reasoning")
 _PLACE = {
     "run": "name of the run's folder",
     "cell": "name of the cell: one target at one load",
@@ -55,6 +55,7 @@ _FIELDS = {
     "asked_out": ("tokens", "most that were asked for; null: left to the server"),
     "tokens_in": ("tokens", "of the prompt, by the server's usage"),
     "tokens_cached": ("tokens", "of the prompt, that the server took from its cache"),
+    "tokens_reasoning": ("tokens", "of the answer, that were reasoning"),
     "tokens_out": ("tokens", "of the answer, by tokens_out_from"),
     "tokens_out_from": ("", "usage, tokenizer or events: the last two are estimates"),
     "tokens_counted": ("tokens", "of the same text by the target's tokenizer, where that was checked"),

@@ -61,6 +61,7 @@ class Record:
     tokens_cached: int = -1  # prompt tokens the server took from its cache
     tokens_out: int = -1
     tokens_out_from: str = ""  # usage | tokenizer | events | ""
+    tokens_reasoning: int = -1  # of tokens_out, where the server says so
     tokens_counted: int = -1  # of the same text by the target's tokenizer, of the first answers of a cell
     text_bytes: int = 0
     bytes_in: int = 0

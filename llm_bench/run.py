@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from llm_bench import (
     arms,
-    bodies,
     doctor,
     pairs,
     plan,
@@ -29,8 +28,9 @@ from llm_bench import (
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
+from llm_bench.dialects import DIALECTS, TOKEN_ID_ROWS, unsayable
 from llm_bench.errors import BenchError
-from llm_bench.measure import Watch, measure
+from llm_bench.measure import Fleet, Watch, measure
 from llm_bench.plan import Load
 from llm_bench.request import Request, Trace
 from llm_bench.targets import Target
@@ -57,6 +57,7 @@ class Job:
     alone_too: bool = False  # of a mixed trace, each class alone beside the mix
     workers: int = 1  # processes that share each cell; 0: as many as the load seems to need
     resume: bool = False  # finish the run in the folder
+    fleet: Fleet | None = None  # drives cells on other hosts
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
                 place if several else None,
                 fastest if interleave else None,
             )
-            end = one(cell, arm, book, say, live, job.workers)
+            end = one(cell, arm, book, say, live, job.workers, fleet=job.fleet)
             book.end_cell(name, end)
             if end["reason"] == "interrupted":
                 return Ended(interrupted=True)
@@ -197,12 +198,19 @@ def begin(
 
 
 def one(
-    cell: Cell, arm: Arm, book: Book, say: Say, live: Say, workers: int, watch: Watch | None = None
+    cell: Cell,
+    arm: Arm,
+    book: Book,
+    say: Say,
+    live: Say,
+    workers: int,
+    watch: Watch | None = None,
+    fleet: Fleet | None = None,
 ) -> dict[str, Any]:
     """Measure a cell, of which the book then knows that it has begun. Returns how it ended."""
     facts = cell.round_facts()
     book.begin_cell(cell.name, {"target": arm.target.name, "load": cell.load_facts(), **facts})
-    end = measure(cell, {**book.header({"too_long": arm.effect}), **facts}, say, live, workers, watch)
+    end = measure(cell, {**book.header({"too_long": arm.effect}), **facts}, say, live, workers, watch, fleet=fleet)
     _stop_on_term()
     if end["turns_not_sent"]:
         say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
@@ -300,10 +308,12 @@ def _check_sayable(job: Job, options: Options, rows: Trace) -> None:
     """Refuse, by the trace's line, what a target's protocol cannot say, before any target is asked anything."""
     for target in job.targets:
         for request in rows.requests:
-            if why := bodies.unsayable(request, target.api):
+            if why := unsayable(request, target.api, options.keep_model):
                 raise BenchError(f"{rows.path}:{request.line}: {why} (target {target.name})")
-        if options.token_ids and target.api != "openai-completions":
-            raise BenchError(f"--token-ids: target {target.name} speaks {target.api}, expected openai-completions")
+        if options.token_ids and not DIALECTS[target.api].takes.token_ids:
+            raise BenchError(
+                f"--token-ids: target {target.name} speaks {target.api}, expected {' or '.join(TOKEN_ID_ROWS)}"
+            )
         if options.token_ids and not target.tokenizer:
             raise BenchError(
                 f"--token-ids: which ids are words is not known of target {target.name}; give its tokenizer.json "
@@ -354,7 +364,7 @@ def _file_facts(path: Path) -> dict[str, Any]:
 def deciding(found: probe.Probe) -> dict[str, Any]:
     """What of a probe's findings decides the work, and is the same at every probe of the same server."""
     asks = found.ask._asdict() | {"extra": dict(found.ask.extra)}
-    return {"model": found.model, "max_model_len": found.max_model_len, "ask": asks}
+    return {"model": found.model, "max_model_len": found.max_model_len, "ask": asks, "told": dict(found.told)}
 
 
 def _hash(parts: Iterable[bytes]) -> str:

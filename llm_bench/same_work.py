@@ -138,7 +138,7 @@ def _tokenizer(a: Side, b: Side) -> str:
     mine, theirs = (side.said("probe").get("agreement_tokens") for side in (a, b))
     if not isinstance(mine, list) or not isinstance(theirs, list):
         return ""
-    return costs_apart(mine, theirs)
+    return costs_apart(mine, theirs) if all(isinstance(n, int) for n in (*mine, *theirs)) else ""
 
 
 def _prompt_tokens(a: Side, b: Side) -> str:

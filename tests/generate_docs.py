@@ -67,10 +67,11 @@ def presets() -> str:
 def dialects() -> str:
     from llm_bench.dialects import DIALECTS
 
-    return "\n".join(
-        ["| api | path after the target's URL |", "|---|---|"]
-        + [f"| `{name}` | `{row.path}` |" for name, row in DIALECTS.items()]
-    )
+    lines = ["| api | the URL ends in | path after it | lengths held by | tried on |", "|---|---|---|---|---|"]
+    for name, row in DIALECTS.items():
+        pins, tried = ", ".join(row.takes.pins) or "nothing", row.tried or "from its documented protocol"
+        lines.append(f"| `{name}` | `{row.site.base or '/'}` | `{row.path or '/'}` | {pins} | {tried} |")
+    return "\n".join(lines)
 
 
 def formats() -> str:

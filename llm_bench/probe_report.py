@@ -1,0 +1,77 @@
+"""What probes found, in words: of one target, of several side by side, and where their greedy answers part."""
+
+from collections.abc import Sequence
+
+from llm_bench import pins
+from llm_bench.mistaken import some
+from llm_bench.probe import AGREEMENT, RTT_PROBES, Probe
+from llm_bench.same_work import costs_apart, parting
+from llm_bench.targets import Target
+
+Found = tuple[Target, Probe]
+_YES = {True: "yes", False: "no"}
+_AROUND = 12  # characters shown of a text before and after where it parts
+
+
+def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:
+    """Of one target: question, answer."""
+    return [
+        ("url", target.url),
+        ("protocol (api)", target.api),
+        ("models", some(found.models) or "none listed"),
+        ("context limit", str(found.max_model_len or "not said; declare max_model_len")),
+        *[(fact.replace("_", " "), _build(target, found, fact)) for fact in pins.FACTS],
+        ("usage in streams", _YES[found.usage_in_stream]),
+        ("lengths can be pinned", _YES[found.lengths_pinned]),
+        ("says finish_reason", _YES[found.finish_reason_seen]),
+        ("reports cached tokens", _YES[found.cached_reported]),
+        ("tokens of a prompt", f"{found.tokens_per_word:.3g} a word, {found.base_tokens:+.1f} for the template"),
+        ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {RTT_PROBES})"),
+        ("connect", "unknown" if found.connect_ms is None else f"{found.connect_ms:.2f} ms"),
+        ("TTFT of a short probe", "not streamed" if found.ttft_ms is None else f"{found.ttft_ms:.1f} ms"),
+        ("TPOT of a short probe", "unknown" if found.tpot_ms is None else f"{found.tpot_ms:.2f} ms"),
+        *[("note", note) for note in found.notes],
+    ]
+
+
+def _build(target: Target, found: Probe, fact: str) -> str:
+    """A fact of the build, and whose word it is."""
+    declared, told = getattr(target, fact), found.told.get(fact, "")
+    if told:
+        return f"{told} (as declared)" if declared else told
+    return f"{declared} (declared)" if declared else "not said"
+
+
+def side_by_side(found: Sequence[Found]) -> list[list[str]]:
+    """Of several targets: a row a question, a column a target; all notes of a target in its one cell."""
+    columns = [check_rows(*one) for one in found]
+    questions = [question for question, _ in columns[0] if question != "note"]
+    answers = [dict(rows) for rows in columns]
+    table = [[question, *(of[question] for of in answers)] for question in questions]
+    notes = ["\n".join(text for question, text in rows if question == "note") for rows in columns]
+    return [*table, ["notes", *notes]] if any(notes) else table
+
+
+def agreement_lines(found: Sequence[Found]) -> list[str]:
+    """How each other target's greedy answers go with the first one's. A figure, no check: builds round differently."""
+    (first, mine), *others = found
+    lines: list[str] = []
+    for target, theirs in others:
+        pair = f"{first.name} and {target.name}"
+        if not mine.answers or not theirs.answers:
+            lines.append(f"{pair}: no greedy answers to compare: not every fixed prompt was answered")
+            continue
+        places = [parting(x, y) for x, y in zip(mine.answers, theirs.answers, strict=True)]
+        same = sum(place is None for place in places)
+        lines.append(f"{pair}: {same} of {len(places)} greedy answers are the same")
+        for prompt, x, y, place in zip(AGREEMENT, mine.answers, theirs.answers, places, strict=True):
+            if place is not None:
+                lines.append(f"  {prompt!r} parts at character {place}: {_at(x, place)} against {_at(y, place)}")
+        if apart := costs_apart(mine.agreement_tokens, theirs.agreement_tokens):
+            lines.append(f"{pair}: differing tokenizers: {apart}")
+    return lines
+
+
+def _at(text: str, place: int) -> str:
+    end = text[place : place + _AROUND]
+    return repr(text[max(0, place - _AROUND) : place] + end) if end else f"{text[max(0, place - _AROUND) :]!r}, its end"

@@ -1,0 +1,98 @@
+"""One small request to a target outside of any load: through httpx, read by the dialect and answer code of the load."""
+
+import time
+
+import httpx
+
+from llm_bench import answer, clock, targets
+from llm_bench.bodies import Ask
+from llm_bench.dialects import DIALECTS
+from llm_bench.exchange import (
+    CLOSED,
+    COMPLETE,
+    CONNECT_ERROR,
+    CONNECT_TIMEOUT,
+    TOTAL_TIMEOUT,
+    TTFT_TIMEOUT,
+    Exchange,
+    Timeouts,
+)
+from llm_bench.request import Request
+from llm_bench.targets import Target
+
+PAGE_BYTES = 1 << 24  # of a page; what is longer is no list of models
+
+
+def client_of(target: Target, timeouts: Timeouts) -> httpx.Client:
+    """One that says what the load says: same headers, no proxy of the environment, nothing compressed."""
+    headers = targets.auth_headers(target)
+    ours = {"User-Agent": "llm-bench", "Accept": "*/*", "Accept-Encoding": "identity"}
+    ours["Content-Type"] = "application/json"
+    theirs = {name.lower() for name, _ in headers}
+    headers += [(name, value) for name, value in ours.items() if name.lower() not in theirs]
+    answer_s = min((s for s in (timeouts.ttft_s, timeouts.total_s) if s is not None), default=None)
+    limits = httpx.Timeout(answer_s, connect=timeouts.connect_s)
+    return httpx.Client(
+        headers=headers, timeout=limits, verify=targets.tls(target), trust_env=False, proxy=targets.httpx_proxy(target)
+    )
+
+
+def page(client: httpx.Client, method: str, url: str, limit_s: float) -> tuple[int, bytes]:
+    """Status and body, read for `limit_s` in all. Raises httpx.HTTPError."""
+    begun_s, body = time.monotonic(), b""
+    with client.stream(method, url, content=b"{}" if method == "POST" else None, timeout=limit_s) as response:
+        for piece in response.iter_bytes():
+            body += piece
+            if time.monotonic() - begun_s > limit_s:
+                raise httpx.ReadTimeout(f"the answer has not ended after {limit_s:g} s")
+            if len(body) > PAGE_BYTES:
+                return response.status_code, b""
+    return response.status_code, body
+
+
+def is_web_page(body: bytes) -> bool:
+    """Is this HTML, which no protocol of ours answers with?"""
+    head = body.lstrip()[:200].lower()
+    return head.startswith((b"<!doctype", b"<html")) or (head.startswith(b"<") and b"<head" in head)
+
+
+def ask(
+    client: httpx.Client, target: Target, request: Request, ask: Ask, timeouts: Timeouts
+) -> tuple[answer.Answer, Exchange]:
+    """One probe request, stamped as `wire` would."""
+    dialect = DIALECTS[target.api]
+    exchange = Exchange()
+    body = dialect.encode(request, ask)
+    url = target.url + dialect.path_of(ask.model, ask.stream)
+    exchange.sent_ns = clock.now_ns()
+    last_ns = None if timeouts.total_s is None else exchange.sent_ns + round(timeouts.total_s * 1e9)
+    try:
+        # A connection of its own: one kept alive may be closed by the server just now (llama.cpp after each stream).
+        with client.stream("POST", url, content=body, headers={"Connection": "close"}) as response:
+            exchange.status = response.status_code
+            exchange.headers = [(k.lower(), v) for k, v in response.headers.raw]
+            exchange.ended = COMPLETE if response.headers.get("transfer-encoding") else CLOSED
+            for piece in response.iter_raw():
+                exchange.read_ns.append(clock.now_ns())
+                exchange.pieces.append(piece)
+                if last_ns is not None and exchange.read_ns[-1] > last_ns:
+                    exchange.ended, exchange.error = TOTAL_TIMEOUT, f"not ended within {timeouts.total_s:g} s"
+                    break
+    except httpx.ConnectTimeout:
+        exchange.ended, exchange.error = CONNECT_TIMEOUT, f"not connected within {timeouts.connect_s:g} s"
+    except httpx.TimeoutException:
+        exchange.ended, exchange.error = TTFT_TIMEOUT, f"no answer within {client.timeout.read:g} s"
+    except httpx.HTTPError as e:
+        exchange.ended, exchange.error = CONNECT_ERROR, f"{type(e).__name__}: {e}"
+    exchange.end_ns = clock.now_ns()
+    want = dialect.takes.asked(request, ask)
+    got = answer.read(
+        exchange,
+        dialect,
+        streamed=ask.stream,
+        asked_out=want.out,
+        pinned=False,
+        finish_expected=False,
+        choices=want.choices,
+    )
+    return got, exchange

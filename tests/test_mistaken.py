@@ -1,0 +1,330 @@
+"""Each mistake with a target, in every protocol, is one clear sentence before any load is sent."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import threading
+
+import pytest
+
+from llm_bench import mistaken, pins, probe, probe_report, targets
+from llm_bench.dialects import DIALECTS
+from llm_bench.errors import BenchError, TargetError
+from llm_bench.protocol import json_of, same_build
+from llm_bench.targets import Target
+from tests.certificates import make_certificate
+from tests.fixtures.protocols import MODEL, SPEAKS, body_of, serve
+from tests.scripted import Scripted, http_response
+
+every = pytest.mark.parametrize("name", DIALECTS)
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Welcome to nginx!</title></head><body>hello</body></html>"
+WITHOUT_LIST = [name for name, row in DIALECTS.items() if not row.site.models]
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def at(server, name, api="", **facts) -> Target:
+    """A server of the protocol `name`, given as `api`; with the model's name where there is no list of them."""
+    root = server.url.removesuffix("/v1")
+    row = DIALECTS[api or name]
+    if row.takes.model and not row.site.models:
+        facts = {"model": MODEL} | facts
+    return Target("t", root + DIALECTS[name].site.base, api=api or name, **facts)
+
+
+def refused(target, ready_s=5.0) -> str:
+    """What is said of it: one line, however the server answers."""
+    with pytest.raises(TargetError) as caught:
+        probe.probe(target, silent, ready_s)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith("target t: ")
+    assert len(said) < 600
+    return said
+
+
+@every
+def test_a_good_server_is_found_out_by_its_own_pages(name):
+    speaks, row = SPEAKS[name], DIALECTS[name]
+    with Scripted(serve(name)) as server:
+        found = probe.probe(at(server, name), silent, 5.0)
+        assert not any("x-request-id" in seen.headers for seen in server.requests)
+    listed = name not in WITHOUT_LIST
+    assert found.models == ([MODEL] if listed else [])
+    assert found.model == (MODEL if row.takes.model or listed else "")
+    assert found.told == speaks.told
+    assert found.lengths_pinned is (bool(row.takes.pins))
+    assert found.finish_reason_seen is bool(speaks.finish)
+    assert found.usage_in_stream is (name not in ("trtllm-triton", "torchserve", "ray-serve"))
+    assert found.cached_reported is (speaks.counts[2] >= 0)
+    assert found.ttft_ms is not None
+    assert found.rtt_ms is not None
+    assert any("has no way to ask for it" in note for note in found.notes) is (row.takes.pins == ())
+    says_limit = name in ("openai-chat", "openai-completions", "openai-responses", "tgi", "llamacpp")
+    assert found.max_model_len == (512 if says_limit else None)
+    rows = dict(probe_report.check_rows(at(server, name), found))
+    assert rows["protocol (api)"] == name
+
+
+@every
+def test_a_model_that_is_not_there(name):
+    row = DIALECTS[name]
+    with Scripted(serve(name)) as server:
+        target = at(server, name, model="nope")
+        if row.takes.model == "":  # one model, whatever it is called: said, and no error
+            found = probe.probe(target, silent, 5.0)
+            assert name == "ray-serve" or any("'nope' is not among" in note for note in found.notes)
+            return
+        said = refused(target)
+    assert "nope" in said
+    assert SPEAKS[name].unknown[2] in said
+
+
+@every
+def test_a_missing_and_a_wrong_key(name, monkeypatch):
+    header, form = DIALECTS[name].site.key_header
+    monkeypatch.setenv("SOME_KEY", "wrong-key-1234")
+    with Scripted(serve(name, key=(header.lower(), form.format(key="the-right-key")))) as server:
+        assert "HTTP 401: it wants a key; name its variable with --key-env" in refused(at(server, name))
+        said = refused(at(server, name, key_env="SOME_KEY"))
+        assert "HTTP 401: its key was refused" in said
+        assert "wrong-key-1234" not in said
+        monkeypatch.setenv("SOME_KEY", "the-right-key")
+        assert probe.probe(at(server, name, key_env="SOME_KEY"), silent, 5.0).alone_tokens > 0
+
+
+@every
+def test_a_key_that_only_the_generation_wants(name):
+    good = serve(name)
+
+    def answer(number, seen):
+        own = seen.method == "POST" and "repository" not in seen.path
+        return body_of({"error": "no valid key"}, 401) if own else good(number, seen)
+
+    with Scripted(answer) as server:
+        assert "it wants a key; name its variable with --key-env" in refused(at(server, name))
+
+
+def _others():
+    """Each row as OpenAI's chat and the reverse: what a user most often mixes up."""
+    for name, row in DIALECTS.items():
+        if row.site != DIALECTS["openai-chat"].site and name != "anthropic-messages":
+            yield "openai-chat", name
+            yield name, "openai-chat"
+
+
+@pytest.mark.parametrize(("name", "api"), list(_others()))
+def test_a_protocol_given_as_another(name, api):
+    with Scripted(serve(name)) as server:
+        said = refused(at(server, name, api))
+    if name not in ("torchserve", "ray-serve"):  # their pages are at other places
+        sign = "triton-generate" if "tri" in name else name
+        assert f"it answers as --api {sign} would at http://127.0.0.1" in said
+    assert "correct the URL" in said or f"is it {api}?" in said or "probe request failed" in said
+
+
+def test_an_openai_url_without_its_version_is_told_the_right_one():
+    with Scripted(serve("openai-chat")) as server:
+        root = server.url.removesuffix("/v1")
+        said = refused(Target("t", root, model=MODEL))
+    assert f"it answers as --api openai-chat would at {root}/v1" in said
+
+
+@every
+@pytest.mark.parametrize("status", [200, 404, 502])
+def test_a_server_that_speaks_html(name, status):
+    with Scripted([(0, http_response(status, PAGE, {"Content-Type": "text/html"}))]) as server:
+        said = refused(at(server, name), ready_s=0.2)
+        also = refused(at(server, name, model=MODEL), ready_s=0.2)
+    if status == 502:  # a gateway whose server is still starting
+        assert "is not ready after 0.2 s (HTTP 502)" in said
+    else:
+        assert "a web page (HTML)" in said
+        assert f"answers HTTP {status} with a web page (HTML), not {name}" in also
+
+
+@every
+def test_a_server_that_closes_at_once(name):
+    with _closes() as port:
+        said = refused(Target("t", f"http://127.0.0.1:{port}", api=name, model=MODEL), ready_s=0.2)
+    assert "is not ready after 0.2 s" in said
+    assert "disconnected" in said or "reset" in said
+
+
+@contextlib.contextmanager
+def _closes(word=b""):
+    """The port of a server that says `word` to whoever comes, and closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended = threading.Event()
+
+        def accept():
+            while not ended.is_set():
+                with contextlib.suppress(OSError):
+                    client = listener.accept()[0]
+                    client.recv(1 if word else 0)
+                    client.sendall(word)
+                    client.close()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        ended.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(listener.getsockname(), 1).close()
+        thread.join(2)
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory):
+    """(port, certificate) of an https server that nobody vouches for; it answers anything with 404."""
+    key, cert = make_certificate(tmp_path_factory.mktemp("tls"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    loop, ready, port = asyncio.new_event_loop(), threading.Event(), []
+
+    async def answer(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(http_response(404, b"{}", {"Connection": "close"}))
+            await writer.drain()
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+        port.append(server.sockets[0].getsockname()[1])
+        ready.set()
+        async with server:
+            await ended.wait()
+
+    ended = asyncio.Event()
+    loop.set_exception_handler(lambda loop, context: None)  # handshakes that the client gives up
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
+    thread.start()
+    assert ready.wait(5)
+    yield port[0], cert
+    loop.call_soon_threadsafe(ended.set)
+    thread.join(2)
+    loop.close()
+
+
+@every
+def test_a_self_signed_certificate(name, secure):
+    port, cert = secure
+    target = Target("t", f"https://localhost:{port}", api=name, model=MODEL)
+    said = refused(target, ready_s=30.0)  # at once: waiting makes no certificate
+    assert "certificate is not trusted (self-signed certificate); name its authority with --ca FILE" in said
+    assert "--insecure" in said
+    trusted = refused(Target("t", target.url, api=name, model=MODEL, cafile=str(cert)))
+    assert "certificate" not in trusted
+
+
+def test_https_to_a_server_without_it():
+    with _closes(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        said = refused(Target("t", f"https://127.0.0.1:{port}", api="tgi"), ready_s=30.0)
+    assert "it speaks no TLS; http:// in place of https:// would be right" in said
+
+
+def test_nothing_answers_to_a_guess():
+    with Scripted(lambda number, seen: [(0, http_response(404, b"not found"))]) as server:
+        said = refused(Target("t", server.url))
+        assert "lists no model (HTTP 404); give --model, or correct the URL" in said
+        assert "answers as" not in said
+        assert {seen.method for seen in server.requests} == {"GET"}  # what a stranger's POST would do is not known
+
+
+# Builds
+
+
+@pytest.mark.parametrize(
+    ("declared", "found", "same"),
+    [
+        ("abc", "abc", True),
+        ("abc123", "abc123def456", True),
+        ("abc123def456", "abc123", True),
+        ("abc123", "abd123", False),
+        ("0.32.0", "0.32.0+cpu", True),
+        ("v0.9.1", "0.9.1", True),
+        ("0.9.1", "0.9.2", False),
+        ("fp16", "torch.float16", True),
+        ("bfloat16", "bf16", True),
+        ("float16", "bfloat16", False),
+        ("a", "abc", False),
+    ],
+)
+def test_when_two_names_are_of_one_build(declared, found, same):
+    assert same_build(declared, found) is same
+    assert same_build(found, declared) is same
+
+
+@pytest.mark.parametrize("fact", pins.FACTS)
+def test_a_build_other_than_the_declared_one_is_refused(fact):
+    with Scripted(serve("tgi")) as server:
+        said = refused(at(server, "tgi", **{fact: "something-else"}))
+        assert f"{fact.replace('_', ' ')} 'something-else' is declared" in said
+        assert repr(SPEAKS["tgi"].told[fact]) in said
+        good = at(server, "tgi", **{fact: SPEAKS["tgi"].told[fact]})
+        assert probe.probe(good, silent, 5.0).told == SPEAKS["tgi"].told
+
+
+def test_two_builds_under_one_name_are_refused():
+    def older(number, seen):
+        if seen.path == "/info":
+            return body_of(SPEAKS["tgi"].about[1] | {"model_sha": "fff999"})
+        return serve("tgi")(number, seen)
+
+    with Scripted(serve("tgi")) as one, Scripted(older) as other:
+        urls = "|".join(server.url.removesuffix("/v1") for server in (one, other))
+        said = refused(Target("t", urls, api="tgi"))
+    assert "revision 'abc123' at" in said
+    assert "'fff999' at" in said
+    assert "one name is one build" in said
+
+
+@every
+def test_any_page_about_a_server_is_facts_or_none(name):
+    for path, read in DIALECTS[name].site.about:
+        for body in (b"", b"[1]", b"null", b"<html>", b"{}", b'{"version": 5, "model_sha": [], "name": {}}'):
+            assert read(json_of(body)) == {}, path
+
+
+@every
+@pytest.mark.parametrize("body", [b"", b"[", b"null", b"5", b'"x"', b"[5]", b'{"data": 5}', b"{}", PAGE])
+def test_any_list_of_models_is_one_or_none(name, body):
+    site = DIALECTS[name].site
+    assert site.listed(body) == []
+    assert site.models or not site.is_ready(body)
+
+
+def test_declared_builds_are_keys_of_targets_toml(tmp_path):
+    file = tmp_path / "targets.toml"
+    table = (
+        '[targets.t]\nurl = "http://h"\napi = "tgi"\nimage = "i@sha256:1"\nengine-version = "3.3"\nprecision = "fp16"\n'
+    )
+    file.write_text(table)
+    (found,) = targets.parse("t", file, {})
+    assert (found.api, found.image, found.engine_version, found.precision) == ("tgi", "i@sha256:1", "3.3", "fp16")
+    assert {"image", "engine_version", "revision", "precision"} <= json.loads(json.dumps(found.public())).keys()
+    file.write_text('[targets.t]\nurl = "http://h"\nengine-version = 3\n')
+    with pytest.raises(BenchError, match="engine_version is of type int, expected a text"):
+        targets.parse("t", file, {})
+
+
+@every
+def test_every_row_is_an_api_that_can_be_named(name, tmp_path):
+    (found,) = targets.parse("t=http://h:1", tmp_path / "none.toml", {"api": name})
+    assert found.api == name
+
+
+def test_some_of_many_names_are_a_sentence():
+    assert mistaken.some([f"m{i}" for i in range(7)]) == "m0, m1, m2, m3, m4 and 2 more"

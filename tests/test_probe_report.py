@@ -1,0 +1,122 @@
+"""What probes found, in words: of one target, side by side, and where greedy answers part."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from llm_bench import probe, probe_report
+from llm_bench.cli import app
+from llm_bench.probe import AGREEMENT
+from llm_bench.same_work import costs_apart, parting
+from llm_bench.targets import Target
+from tests.fixtures.protocols import SPEAKS, script, serve
+from tests.scripted import Scripted
+
+
+def saying(name, texts, prompt_tokens=None):
+    """A server whose answers to the fixed prompts are these, each at the price given."""
+    good = serve(name)
+
+    def answer(number, seen):
+        if seen.method == "POST" and seen.body:
+            for i, prompt in enumerate(AGREEMENT):
+                if json.dumps(prompt)[1:-1].encode() in seen.body:
+                    cost = (prompt_tokens or [9] * len(AGREEMENT))[i]
+                    return script(name, SPEAKS[name].stream(texts[i].split("|"), cost))
+        return good(number, seen)
+
+    return answer
+
+
+SAME = ["a|b", "c", "d|e|f", "g", "h|i"]
+
+
+def found(server, name, target_name="x") -> probe_report.Found:
+    target = Target(target_name, server.url.removesuffix("/v1") + ("/v1" if "openai" in name else ""), api=name)
+    return target, probe.probe(target, lambda text: None, 5.0, compared=True)
+
+
+def test_what_is_known_of_a_build_says_whose_word_it_is():
+    with Scripted(serve("tgi")) as server:
+        target, of = found(server, "tgi")
+    rows = dict(probe_report.check_rows(target, of))
+    assert (rows["revision"], rows["precision"], rows["image"]) == ("abc123", "torch.float16", "sha-1")
+    declared = Target("x", target.url, api="tgi", revision="abc", engine_version="9")
+    rows = dict(probe_report.check_rows(declared, of._replace(told={"revision": "abc123"})))
+    assert (rows["revision"], rows["engine version"]) == ("abc123 (as declared)", "9 (declared)")
+    assert rows["image"] == "not said"
+
+
+def test_several_targets_stand_side_by_side_with_the_notes_of_each():
+    with Scripted(serve("tgi")) as one, Scripted(serve("openai-chat")) as other:
+        table = probe_report.side_by_side([found(one, "tgi", "a"), found(other, "openai-chat", "b")])
+    rows = {row[0]: row[1:] for row in table}
+    assert rows["protocol (api)"] == ["tgi", "openai-chat"]
+    assert rows["lengths can be pinned"] == ["no", "yes"]
+    assert rows["notes"][0].startswith("lengths are not pinned: tgi has no way to ask for it")
+    assert {len(row) for row in table} == {3}
+
+
+def test_where_greedy_answers_part_is_said_with_both_texts_and_what_prompts_cost():
+    other = ["a|b", "c", "d|e|X", "g", "h"]
+    with Scripted(saying("tgi", SAME)) as one, Scripted(saying("openai-completions", other)) as two:
+        pair = [found(one, "tgi", "a"), found(two, "openai-completions", "b")]
+    assert probe_report.agreement_lines(pair) == [
+        "a and b: 3 of 5 greedy answers are the same",
+        f"  {AGREEMENT[2]!r} parts at character 2: 'def' against 'deX'",
+        f"  {AGREEMENT[4]!r} parts at character 1: 'hi' against 'h', its end",
+    ]
+    assert len(pair[0][1].agreement) == len(AGREEMENT)
+    assert "answers" not in pair[0][1].public()
+
+
+def test_tokenizers_differ_where_prompts_cost_more_than_a_template_apart():
+    with (
+        Scripted(saying("tgi", SAME, [5, 6, 7, 8, 9])) as one,
+        Scripted(saying("tgi", SAME, [6, 7, 8, 9, 10])) as two,
+        Scripted(saying("tgi", SAME, [5, 6, 9, 8, 9])) as three,
+    ):
+        a, b, c = found(one, "tgi", "a"), found(two, "tgi", "b"), found(three, "tgi", "c")
+    assert probe_report.agreement_lines([a, b]) == ["a and b: 5 of 5 greedy answers are the same"]
+    said = probe_report.agreement_lines([a, c])[-1]
+    assert said == (
+        "a and c: differing tokenizers: the same prompts cost 5, 6, 7, 8, 9 tokens here, 5, 6, 9, 8, 9 there"
+    )
+
+
+def test_a_target_that_left_a_prompt_unanswered_has_nothing_to_compare():
+    with Scripted(serve("tgi")) as one:
+        a = found(one, "tgi", "a")
+    assert "no greedy answers to compare" in probe_report.agreement_lines([a, (a[0], a[1]._replace(answers=()))])[0]
+
+
+@given(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9))
+def test_two_texts_part_where_their_common_beginning_ends(start, x, y):
+    place = parting(start + x, start + y)
+    assert (place is None) is (x == y)
+    if place is not None:
+        assert place >= len(start)
+        assert (start + x)[:place] == (start + y)[:place]
+        assert (start + x)[place : place + 1] != (start + y)[place : place + 1]
+
+
+@pytest.mark.parametrize(("x", "y"), [([], []), ([1, 2], [3, 4]), ([1], [1, 2]), ([1, 5], [])])
+def test_a_template_between_two_costs_is_no_difference(x, y):
+    assert costs_apart(x, y) == ""
+
+
+def test_the_command_shows_a_table_and_the_agreement_and_refuses_one_target_alone(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with Scripted(serve("tgi")) as one, Scripted(serve("openai-chat")) as two:
+        (tmp_path / "targets.toml").write_text(
+            f'[targets.a]\nurl = "{one.url.removesuffix("/v1")}"\napi = "tgi"\n\n[targets.b]\nurl = "{two.url}"\n'
+        )
+        ran = CliRunner().invoke(app, ["targets", "check", "a,b", "--agree"])
+        assert ran.exit_code == 0, ran.output
+        assert "openai-chat" in ran.output
+        assert "greedy answers are the same" in ran.output
+        alone = CliRunner().invoke(app, ["targets", "check", "a", "--agree"])
+    assert "--agree: one target, a, expected two or more" in str(alone.exception)
