@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _usage(f"--api-key-env: there is no environment variable {options.api_key_env}")
     # Read when torch is imported. Waiting threads must sleep: a spinning one takes the core of the load generator.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    os.environ["OMP_NUM_THREADS"] = str(config.compute_threads)
     sys.setswitchinterval(SWITCH_S)
     import uvloop
 

@@ -1,10 +1,13 @@
 """Every knob of the engine in one frozen dataclass; the server prints the effective values at start."""
 
 import re
+import os
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 T = TypeVar("T")
+MOST_INSTANCES = 256  # threads
+POOLINGS = ("mean", "last")  # of all tokens' hidden states, or the last token's, which saw all
 
 
 def knob(default: T, text: str) -> T:
@@ -37,11 +40,15 @@ class EngineConfig:
     prefix_caching: bool = knob(True, "keep the KV of finished prompts for equal beginnings")
     batching: str = knob("continuous", "static | dynamic | continuous: when who waits may join who runs")
     max_wait_ms: int = knob(50, "static, dynamic: longest that a batch waits to be filled")
+    instances: int = knob(1, "single passes (embeddings, infer): workers that compute a batch each at a time")
+    max_batch: int = knob(32, "single passes: most inputs of a batch; their tokens: max_num_batched_tokens")
+    batch_wait_ms: float = knob(0.0, "single passes: longest that a batch waits to be filled while a worker is idle")
+    pooling: str = knob("mean", "single passes: mean | last: whose hidden states make a text's vector")
     policy: str = knob("fcfs", "who is served first: fcfs | priority | fair (by the client that `user` names)")
     max_queue: int = knob(0, "most sequences that wait for a seat, later ones get 429; 0: no limit")
     queue_timeout: int = knob(0, "seconds in the queue until 503; 0: no limit")
     drain_timeout: int = knob(30, "seconds that requests in flight have to end after SIGTERM")
-    threads: int = knob(1, "torch threads; a second spinning one loses 4x beside a busy neighbour")
+    threads: int = knob(0, "threads that compute; 0: one less than there are cores")
     seed: int = knob(0, "of random weights and of requests that bring none")
     time_scale: float = knob(1.0, "sim: real seconds of a model's second; 0.1: ten times as fast, times as the model's")
 
@@ -62,6 +69,12 @@ class EngineConfig:
             size_bytes("swap_memory", self.swap_memory)
         if (self.preemption == "swap") != bool(self.swap_blocks or self.swap_memory):
             raise ValueError("preemption swap and swap_memory or swap_blocks go together; would be right: both or none")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling is {self.pooling!r}; would be right: {' or '.join(POOLINGS)}")
+        if not 0 <= self.batch_wait_ms <= 60_000:
+            raise ValueError(f"batch_wait_ms is {self.batch_wait_ms}; would be right: 0 to 60000")
+        if self.instances > MOST_INSTANCES:
+            raise ValueError(f"instances is {self.instances}; would be right: 1 to {MOST_INSTANCES}")
         if not 0.001 <= self.time_scale <= 1000:
             raise ValueError(f"time_scale is {self.time_scale}; would be right: 0.001 to 1000")
         if self.time_scale != 1 and not self.model.startswith("sim:"):
@@ -70,6 +83,11 @@ class EngineConfig:
     @property
     def pool_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+    @property
+    def compute_threads(self) -> int:
+        """Asked for, or one less than there are cores: the server and its client need one."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
     @property
     def context(self) -> int:
@@ -94,5 +112,5 @@ def size_bytes(name: str, text: str) -> int:
 
 
 # A seed may be anything; 0 of these says: no such limit, or not at all.
-ZERO_TOO = ("max_model_len", "swap_blocks", "max_wait_ms", "max_queue", "queue_timeout", "drain_timeout")
+ZERO_TOO = ("threads", "max_model_len", "swap_blocks", "max_wait_ms", "max_queue", "queue_timeout", "drain_timeout")
 POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name not in ("seed", *ZERO_TOO)]

@@ -9,12 +9,15 @@ takes is so the sum of five costs times what it has to do; `fit_cost` finds the 
 import json
 import math
 import time
+from array import array
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from reference_engine.config import EngineConfig
+from reference_engine.runner_api import Pass
 from reference_engine.sequence import Sequence
 from reference_engine.tokenizer import ByteTokenizer
 
@@ -248,6 +251,11 @@ def load_of(work: list[tuple[Sequence, int]]) -> Load:
     return Load(tokens, context, pairs)
 
 
+def pass_load(inputs: list[list[int]]) -> Load:
+    """What a single pass over these texts has to do: the keys and values that it makes are never read back."""
+    return Load(sum(map(len, inputs)), 0, sum(len(ids) * (len(ids) + 1) / 2 for ids in inputs))
+
+
 def step_line(load: Load, seconds: float) -> bytes:
     """A line of a log of steps, for `fit_cost`."""
     return json.dumps(load._asdict() | {"seconds": round(seconds, 9)}).encode() + b"\n"
@@ -275,6 +283,7 @@ class CostModel:
 
     vocab_size = ByteTokenizer.vocab_size
     eos_ids = ByteTokenizer.eos_ids
+    embedding_size = 64
     max_positions = 131_072  # takes no time: any model's may be claimed
 
     def __init__(
@@ -310,6 +319,22 @@ class CostModel:
         self._woke_ns, self._served = self._now_ns(), served
         return [self._token(s) if s.computed + n == len(s.token_ids) else None for s, n in work]
 
+    def single_pass(self, pooling: str) -> Pass:
+        """Takes as long as a step over all the texts that reads no KV pool; each pass has a card of its own.
+
+        A vector depends on its text alone, and means nothing.
+        """
+        random, sigma = Random(self.seed), self.costs.jitter
+
+        def compute(inputs: list[list[int]]) -> list["array[float]"]:
+            begun_ns, seconds = self._now_ns(), self.costs.step_s(pass_load(inputs))
+            seconds *= random.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1
+            while (left_ns := begun_ns + round(seconds * 1e9) - self._now_ns()) > 0:
+                self._sleep(left_ns / 1e9)
+            return [_vector(ids) for ids in inputs]
+
+        return compute
+
     def _step_s(self, work: list[tuple[Sequence, int]]) -> float:
         seconds, sigma = self.costs.step_s(load_of(work)), self.costs.jitter
         return seconds * self._random.lognormvariate(-sigma * sigma / 2, sigma) if sigma else seconds
@@ -320,6 +345,13 @@ class CostModel:
         x = (seed * 0x9E3779B97F4A7C15 + len(sequence.token_ids) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         x = (x ^ (x >> 30)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         return ord("a") + (x ^ (x >> 31)) % 26
+
+
+def _vector(ids: list[int]) -> "array[float]":
+    """Of length 1: the digest's bytes, none of which counts as 0."""
+    values = [byte - 127.5 for byte in blake2b(array("q", ids).tobytes()).digest()]
+    length = math.hypot(*values)
+    return array("f", (value / length for value in values))
 
 
 def load(config: EngineConfig) -> tuple[CostModel, ByteTokenizer]:

@@ -78,6 +78,7 @@ class Engine:
         self.crashes: list[int] = []  # when, those within the window
         self._reload, self._tell, self._on_end, self._backoff_s, self._copy = reload, tell, on_end, backoff_s, copy
         self._log_step = log_step
+        self.on_crash: Callable[[], object] = lambda: None  # called before the runner may be loaded anew
         self._rate = Rate()
         self._submitted = self._submitted_tokens = 0
         self._runner: Runner | None = runner  # None: it could not be loaded anew
@@ -113,6 +114,11 @@ class Engine:
         number = next(self._ids)
         return Sequence(number, list(token_ids), len(token_ids), params, number, priority, client,
                         salt=salt, leader=leader, arrived_ns=arrived_ns)  # fmt: skip
+
+    @property
+    def runner(self) -> Runner | None:
+        """None while, or because, it could not be loaded anew. For what changes nothing of it."""
+        return self._runner
 
     @property
     def queued(self) -> int:
@@ -309,6 +315,7 @@ class Engine:
             self._tell(self.stopped)
             return
         self._fail_open(f"the engine failed: {why}; it is being restarted")
+        self.on_crash()
         self._inbox = SimpleQueue()  # what is in the old one speaks of the old scheduler
         counts = self.scheduler.counts
         self.scheduler = self.telemetry.scheduler = Scheduler(self.config, self.eos_ids)

@@ -154,6 +154,12 @@ def rotation(shape: Shape, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.inference_mode()
 def forward(model: Model, batch: Batch) -> torch.Tensor:
     """Write the K and V of every row to the pool; logits [sampled, vocab], float32, of the rows that sample."""
+    return model.head.times(hidden(model, batch, batch.sample_rows)).float()
+
+
+@torch.inference_mode()
+def hidden(model: Model, batch: Batch, kept: torch.Tensor | slice) -> torch.Tensor:
+    """The same up to the head: [rows, hidden] after the last norm, of the rows that are `kept`."""
     shape, cache, eps = model.shape, model.cache, model.shape.norm_eps
     rms_norm, store, attend, silu_mul = KERNELS[model.kernels]
     rows, last = len(batch.token_ids), shape.layers - 1
@@ -162,7 +168,7 @@ def forward(model: Model, batch: Batch) -> torch.Tensor:
         qkv = layer.qkv.times(rms_norm(x, layer.attention_norm, eps)).view(rows, -1, shape.head_dim)
         store(cache, number, qkv, layer.head_norms, batch)
         x = x + layer.out.times(attend(cache, number, qkv, batch))
-        if number == last:  # what follows serves only the rows that sample
-            x = x[batch.sample_rows]
+        if number == last:  # what follows serves only the rows that are kept
+            x = x[kept]
         x = x + layer.down.times(silu_mul(layer.gate_up.times(rms_norm(x, layer.ffn_norm, eps))))
-    return model.head.times(rms_norm(x, model.norm, eps)).float()
+    return rms_norm(x, model.norm, eps)

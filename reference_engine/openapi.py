@@ -6,7 +6,10 @@ Field names and types are OpenAI's; limits are this server's. A body may have mo
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from reference_engine.embeddings import FORMATS, MOST_INPUTS
+from reference_engine.embeddings import REFUSED as NO_SUCH
 from reference_engine.faults import FAULTS, Choice, Field, fields_of
+from reference_engine.kserve import KINDS, LONGEST_ID, MOST_AXES
 from reference_engine.openai_api import (
     CHAT,
     COMPLETION,
@@ -25,7 +28,7 @@ from reference_engine.openai_api import (
 )
 
 Schema = dict[str, Any]
-JSON, SSE, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON, SSE, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
 
 # Of each route: what it is for, and the statuses that an answer may have beside 200.
 ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
@@ -37,6 +40,17 @@ ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
     ("GET", "/v1/engine"): ("Effective configuration and state", (401, 500, 503)),
     ("POST", "/v1/completions"): ("An answer to a prompt", (400, 401, 404, 408, 413, 429, 500, 503)),
     ("POST", "/v1/chat/completions"): ("An answer to a conversation", (400, 401, 404, 408, 413, 429, 500, 503)),
+    ("POST", "/v1/embeddings"): ("A vector of each text", (400, 401, 404, 408, 413, 429, 500, 503)),
+    ("GET", "/v2"): ("The server, in KServe v2's words", (401,)),
+    ("GET", "/v2/health/live"): ("As /health", (500, 503)),
+    ("GET", "/v2/health/ready"): ("As /ready", (503,)),
+    ("GET", "/v2/models/{model}"): ("Its inputs and outputs", (400, 401, 404, 500, 503)),
+    ("GET", "/v2/models/{model}/ready"): ("As /ready", (401, 404, 503)),
+    ("POST", "/v2/models/{model}/infer"): (
+        "A vector of each text, by KServe v2; with binary tensors the header Inference-Header-Content-Length says how "
+        "many bytes are JSON",
+        (400, 401, 404, 408, 413, 429, 500, 503),
+    ),
     ("POST", "/fault"): ("Plant a fault (--allow-faults)", (400, 401, 408, 413)),
     ("GET", "/fault"): ("Faults that are active", (401,)),
     ("DELETE", "/fault"): ("No faults any more", (401, 500, 503)),
@@ -48,19 +62,24 @@ def document(routes: Iterable[tuple[str, str]], vocab_size: int, max_body_bytes:
     bodies = {
         "/v1/completions": _generate(COMPLETION, vocab_size),
         "/v1/chat/completions": _generate(CHAT, vocab_size),
+        "/v1/embeddings": _embed(vocab_size),
+        "/v2/models/{model}/infer": INFER,
         "/fault": {"oneOf": [_fault(name) for name in FAULTS]},
     }
     paths: dict[str, Schema] = {}
     for method, path in routes:
         summary, statuses = ROUTES[method, path]
         said: Schema = {"summary": summary, "responses": {"200": _answer(path)}}
-        said["responses"] |= {str(status): {"$ref": "#/components/responses/error"} for status in statuses}
+        kind = "kserve_error" if path.startswith("/v2") else "error"
+        said["responses"] |= {str(status): {"$ref": f"#/components/responses/{kind}"} for status in statuses}
         if method == "POST":
             said["requestBody"] = {
                 "required": True,
                 "description": f"at most {max_body_bytes} bytes",
-                "content": {JSON: {"schema": bodies[path]}},
+                "content": {JSON: {"schema": bodies[path]}} | ({BYTES: {}} if path.endswith("/infer") else {}),
             }
+        if "{model}" in path:
+            said["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
         if 401 in statuses:
             said["security"] = [{}, {"key": []}]  # a key is asked for only where the server was given one
         paths.setdefault(path, {})[method.lower()] = said
@@ -69,7 +88,10 @@ def document(routes: Iterable[tuple[str, str]], vocab_size: int, max_body_bytes:
         "info": {"title": "reference_engine", "version": "1"},
         "paths": paths,
         "components": {
-            "responses": {"error": {"description": "no answer", "content": {JSON: {"schema": ERROR}}}},
+            "responses": {
+                "error": {"description": "no answer", "content": {JSON: {"schema": ERROR}}},
+                "kserve_error": {"description": "no answer", "content": {JSON: {"schema": KSERVE_ERROR}}},
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -91,10 +113,16 @@ ERROR: Schema = {
         }
     },
 }
+KSERVE_ERROR: Schema = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
 def _answer(path: str) -> Schema:
-    kinds = {"/metrics": (TEXT,), "/v1/completions": (JSON, SSE), "/v1/chat/completions": (JSON, SSE)}
+    kinds = {
+        "/metrics": (TEXT,),
+        "/v2/models/{model}/infer": (JSON, BYTES),
+        "/v1/completions": (JSON, SSE),
+        "/v1/chat/completions": (JSON, SSE),
+    }
     return {"description": "the answer", "content": {kind: {} for kind in kinds.get(path, (JSON,))}}
 
 
@@ -124,6 +152,46 @@ def _generate(kind: Kind, vocab_size: int) -> Schema:
     properties["prompt"] = {"anyOf": [text, ids, alone]}
     return {"type": "object", "required": ["prompt"], "properties": properties}
 
+
+def _embed(vocab_size: int) -> Schema:
+    ids: Schema = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
+    }
+    text: Schema = {"type": "string", "minLength": 1}
+    many: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": {"anyOf": [text, ids]}}
+    properties: Schema = {
+        "input": {"anyOf": [text, ids, many]},
+        "model": {"type": ["string", "null"]},
+        "encoding_format": {"enum": [None, *FORMATS]},
+        "include_timings": _or_null({"type": "boolean"}),
+    }
+    properties |= {name: {"enum": [None]} for name in NO_SUCH}
+    return {"type": "object", "required": ["input"], "properties": properties}
+
+
+TENSOR: Schema = {
+    "type": "object",
+    "required": ["name", "datatype", "shape"],
+    "properties": {
+        "name": {"enum": [*KINDS]},
+        "datatype": {"enum": sorted({kind for kinds in KINDS.values() for kind in kinds})},
+        "shape": {"type": "array", "minItems": 1, "maxItems": MOST_AXES, "items": {"type": "integer", "minimum": 1}},
+        "data": {"type": "array", "description": "row-major, flat or in rows"},
+        "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}},
+    },
+}
+INFER: Schema = {
+    "type": "object",
+    "required": ["inputs"],
+    "properties": {
+        "id": {"type": ["string", "null"], "maxLength": LONGEST_ID},
+        "parameters": {"type": ["object", "null"], "properties": {"binary_data_output": {"type": "boolean"}}},
+        "inputs": {"type": "array", "minItems": 1, "maxItems": 2, "items": TENSOR},
+        "outputs": {"type": ["array", "null"], "maxItems": 1, "items": {"type": "object", "required": ["name"]}},
+    },
+}
 
 PART: Schema = {
     "type": "object",

@@ -166,10 +166,13 @@ def json_response(status: int, body: bytes) -> web.Response:
     return web.Response(status=status, body=body, content_type="application/json")
 
 
-def error_response(error: ApiError | EngineDownError | Refused) -> web.Response:
-    """OpenAI's error object; with Retry-After where another try may succeed."""
+ErrorBody = Callable[[int, str, str | None], bytes]  # of status, message, name of the field at fault
+
+
+def error_response(error: ApiError | EngineDownError | Refused, body: ErrorBody = error_body) -> web.Response:
+    """An error object, OpenAI's unless `body` makes another; with Retry-After where another try may succeed."""
     status = status_of(error)
-    response = json_response(status, error_body(status, str(error), getattr(error, "param", None)))
+    response = json_response(status, body(status, str(error), getattr(error, "param", None)))
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response

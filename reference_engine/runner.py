@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reference_engine.config import EngineConfig
-from reference_engine.runner_api import Runner
+from reference_engine.runner_api import Pass, Runner
 from reference_engine.sequence import SamplingParams, Sequence
 from reference_engine.tokenizer import ByteTokenizer, HFTokenizer, TextTokenizer, Tokenizer
 
@@ -79,12 +79,13 @@ class ModelRunner:
         _known("quantization", config.quantization, {form for form, _ in linear.FORMS})
         _known("kv_cache_dtype", config.kv_cache_dtype, attention.KV_DTYPES)
         self.device = torch.device(_device(config.device))
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.compute_threads)
         self.kernels = _kernels(config, self.device, weights.embedding.dtype)
         self.name = name
         self.vocab_size = shape.vocab_size
         self.eos_ids = eos_ids
         self.max_positions = shape.max_positions
+        self.embedding_size = shape.hidden_size
         self.seed = config.seed
         self.parameters = sum(t.numel() for t in weights.tensors())
         self.quantization = config.quantization
@@ -111,6 +112,12 @@ class ModelRunner:
         for i, token in zip(laid_out.sampled, sampled, strict=True):
             tokens[i] = token
         return tokens
+
+    def single_pass(self, pooling: str) -> Pass:
+        """For one thread, which may run beside the one that executes."""
+        from reference_engine import pooling as pools
+
+        return pools.make(self, pooling)
 
     def warmup(self) -> None:
         """A forward pass over a chunk and over a decode, so that the first request does not pay for first uses.
@@ -173,7 +180,7 @@ def _kernels(config: EngineConfig, device: "torch.device", dtype: "torch.dtype")
             raise ValueError(f"cpu_kernels 'native' with {dtype} on {device.type}: would be right: float32 on the cpu")
         return "torch"
     try:
-        native.set_threads(config.threads)
+        native.set_threads(config.compute_threads)
     except native.NativeError as error:
         if wanted == "native":
             raise

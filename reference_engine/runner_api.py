@@ -1,8 +1,13 @@
 """What the engine asks of a runner: compute this much of these sequences, give back the sampled tokens."""
 
-from typing import Protocol
+from array import array
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from reference_engine.sequence import Sequence
+
+# Token ids of each text -> its vector, of length 1 unless it is 0. What is computed at once is one batch.
+Pass = Callable[[list[list[int]]], list["array[float]"]]
 
 
 class Runner(Protocol):
@@ -18,4 +23,15 @@ class Runner(Protocol):
 
         Reads sequences, never changes them; sequence.blocks already covers computed + n positions.
         """
+        ...
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What a runner has beside, if it can make vectors of texts."""
+
+    embedding_size: int
+
+    def single_pass(self, pooling: str) -> Pass:
+        """For one thread, which may run beside the one that executes; memory that it needs is its own."""
         ...

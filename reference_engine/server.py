@@ -12,14 +12,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
-from aiohttp import ClientPayloadError, web
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from reference_engine import faults, openapi
+from reference_engine import faults, kserve, openapi, pass_routes
 from reference_engine.admission import Refused
 from reference_engine.answer import Answer, Choice, Entry
 from reference_engine.engine import Engine, EngineDownError
+from reference_engine.faults import Fault
+from reference_engine.intake import CHARS_A_TOKEN as CHARS_A_TOKEN
+from reference_engine.intake import LONG_TEXT, body_of, own_id
 from reference_engine.openai_api import (
     CHAT,
     COMPLETION,
@@ -28,22 +31,18 @@ from reference_engine.openai_api import (
     Ask,
     Kind,
     Shell,
-    check_nesting,
     error_body,
     parse,
 )
 from reference_engine.reply import error_response, json_response, outcome_of, reset, stream, whole
 from reference_engine.scheduler import TooLong
+from reference_engine.single_pass import SinglePass
 from reference_engine.telemetry import REFUSED as REFUSED_REASONS
 from reference_engine.tokenizer import ChatError, Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 16 * 2**20  # a long context's token ids as JSON are about 8 bytes each
-CHARS_A_TOKEN = 128  # no token of a text is longer: a prompt of more characters need not be tokenised to be refused
-BODY_S = 60.0  # that a body may take to come
-LONG_TEXT = 4096  # characters; above, tokenising takes ms and would stall every stream: it goes to a thread
-LONGEST_REQUEST_ID = 128  # it stands in every event of its answer
 SHUTDOWN_S = 2.0
 
 
@@ -67,6 +66,7 @@ class Server:
         self.api_key = api_key
         self.log = log
         self.allow_faults = allow_faults
+        self.passes = SinglePass(engine)
         self.open = 0  # requests that are being answered
         self.drained_by_ns = 0  # when what is open will be cut off; 0: not draining
         self.created = int(time.time())  # the wall clock: OpenAI's `created` is a date
@@ -82,6 +82,7 @@ class Server:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.on_cleanup.append(self._close)
         for (method, path), route in ROUTES.items():
             if self.allow_faults or path != "/fault":
                 app.router.add_route(method, path, partial(route.handle, self))
@@ -89,20 +90,24 @@ class Server:
                     app.router.add_route("HEAD", path, partial(route.handle, self))
         return app
 
+    async def _close(self, app: web.Application) -> None:
+        await self.passes.close()
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Key, request id, and every refusal as an OpenAI error object."""
+        """Key, request id, and every refusal as an error object: OpenAI's, or KServe's below /v2."""
+        said = kserve.error_body if request.path.startswith("/v2") else error_body
         try:
             self._check_key(request)
             response = await handler(request)
         except (ApiError, EngineDownError, Refused) as error:
-            response = error_response(error)
+            response = error_response(error, said)
         except TooLong as error:
-            response = json_response(400, error_body(400, str(error), "max_tokens"))
+            response = json_response(400, said(400, str(error), "max_tokens"))
         except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, body too large
-            response = json_response(error.status, error_body(error.status, error.text or error.reason))
+            response = json_response(error.status, said(error.status, error.text or error.reason, None))
         if not response.prepared and "X-Request-Id" not in response.headers:
-            response.headers["X-Request-Id"] = _own_id(request) or uuid.uuid4().hex
+            response.headers["X-Request-Id"] = own_id(request) or uuid.uuid4().hex
         return response
 
     def _check_key(self, request: web.Request) -> None:
@@ -168,7 +173,7 @@ class Server:
 
     async def plant_fault(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.engine.plant(faults.read(await _body(request)))
+            self.engine.plant(faults.read(await body_of(request)))
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return await self.list_faults(request)
@@ -182,11 +187,20 @@ class Server:
         return await self.list_faults(request)
 
     async def generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
-        """One request from its arrival to its line in the log, whatever becomes of it."""
-        entry = Entry(_own_id(request) or uuid.uuid4().hex, self.engine.now_ns())
+        entry = Entry(own_id(request) or uuid.uuid4().hex, self.engine.now_ns())
+        return await self.logged(request, entry, partial(self._answer, kind, request, entry))
+
+    async def logged(
+        self, request: web.Request, entry: Entry, answer: Callable[[dict[str, Fault]], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """One request from its arrival to its line in the log, whatever becomes of it. `answer` takes its troubles."""
         self.open += 1
         try:
-            response = await self._answer(kind, request, entry)
+            self._check_draining()
+            troubles = faults.struck(self.engine.faults, "request") if self.engine.faults else {}
+            if "http_error" in troubles:
+                return self._http_error(troubles["http_error"].fields["status"], request, entry)
+            response = await answer(troubles)
             response.headers.setdefault("X-Request-Id", entry.request_id)
             return response
         except asyncio.CancelledError:
@@ -205,12 +219,10 @@ class Server:
             if self.log:
                 self.log(entry.line(self.engine.now_ns()))
 
-    async def _answer(self, kind: Kind, request: web.Request, entry: Entry) -> web.StreamResponse:
-        self._check_draining()
-        troubles = faults.struck(self.engine.faults, "request") if self.engine.faults else {}
-        if "http_error" in troubles:
-            return self._http_error(troubles["http_error"].fields["status"], request, entry)
-        ask = parse(await _body(request), kind, self.model, self.vocab_size)
+    async def _answer(
+        self, kind: Kind, request: web.Request, entry: Entry, troubles: dict[str, Fault]
+    ) -> web.StreamResponse:
+        ask = parse(await body_of(request), kind, self.model, self.vocab_size)
         if ask.priority and self.engine.config.policy != "priority":
             raise ApiError(
                 400, f"priority needs the policy 'priority', this is {self.engine.config.policy!r}", "priority"
@@ -292,34 +304,17 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/v1/engine"): Route(Server.state),
     ("POST", "/v1/completions"): Route(partial(Server.generate, kind=COMPLETION)),
     ("POST", "/v1/chat/completions"): Route(partial(Server.generate, kind=CHAT)),
+    ("POST", "/v1/embeddings"): Route(pass_routes.embed),
+    ("GET", "/v2"): Route(pass_routes.v2),
+    ("GET", "/v2/health/live"): Route(pass_routes.v2_live, open=True),
+    ("GET", "/v2/health/ready"): Route(pass_routes.v2_ready, open=True),
+    ("GET", "/v2/models/{model}"): Route(pass_routes.v2_model),
+    ("GET", "/v2/models/{model}/ready"): Route(pass_routes.v2_model_ready),
+    ("POST", "/v2/models/{model}/infer"): Route(pass_routes.infer),
     ("POST", "/fault"): Route(Server.plant_fault),
     ("GET", "/fault"): Route(Server.list_faults),
     ("DELETE", "/fault"): Route(Server.clear_faults),
 }
-
-
-def _own_id(request: web.Request) -> str:
-    """The client's own id of its request, if it is fit for a header and for JSON; else ""."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable() else ""
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    """Raises ApiError."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            data = await request.read()
-        body = orjson.loads(data)
-    except TimeoutError as error:
-        raise ApiError(408, f"the body took longer than {BODY_S:g} s") from error
-    except (ClientPayloadError, HttpProcessingError, web.RequestPayloadError) as error:
-        raise ApiError(400, f"the body cannot be read: {error}") from error
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is a {type(body).__name__}; would be right: an object")
-    check_nesting(data, body)
-    return body
 
 
 def _verdict(check: Callable[[], None]) -> str:

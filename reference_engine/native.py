@@ -1,0 +1,237 @@
+"""Kernels for CPUs in C++ (native.cpp): compiled once by the machine's own compiler, kept in the user's cache, called
+through ctypes. Each function here has a form in torch beside it in linear.py, quant.py, attention.py or model.py.
+
+They take float32 on the CPU. A row's result depends on that row alone, bit for bit, whatever else is in the batch.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from reference_engine.batch import Paged
+from reference_engine.families import Shape
+
+SOURCE = Path(__file__).with_name("native.cpp")
+COMPILERS = ("g++", "c++", "clang++", "cc")
+# No contraction: a loop's vectors and its tail would else round differently. Where it is wanted the source says fma.
+FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c++")
+LIBRARIES = ("-lm", "-lstdc++")
+THREADED = (("-fopenmp",), ())  # tried in this order; without OpenMP one thread computes
+COMPILE_LIMIT_S = 120
+PANEL = 16  # outputs that stand together in a packed matrix
+
+_POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "set_threads": (ctypes.c_int,),
+    "product_float32": (*[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 2),
+    "product_weights8": (*[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 3),
+    "product_int8": (*[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 3),
+    "store_rows": (*[_POINTER] * 4, _COUNT, *[_POINTER] * 6, _REAL),
+    "attend_rows": (*[_POINTER] * 5, _COUNT, *[_POINTER] * 2, _COUNT, _POINTER, _COUNT),
+    "rms_norm": (*[_POINTER] * 3, _COUNT, _COUNT, _REAL),
+    "silu_mul": (*[_POINTER] * 2, _COUNT, _COUNT),
+}
+
+
+class NativeError(ValueError):
+    """The kernels cannot be had on this machine; the text says why."""
+
+
+class Geometry(ctypes.Structure):
+    """native.cpp's struct of the same name."""
+
+    _fields_ = [(name, _COUNT) for name in ("heads", "kv_heads", "dim", "block_size", "num_blocks")]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels, compiled now if this machine has none of this source yet. Raises NativeError."""
+    try:
+        return bind(build(cache_folder()))
+    except OSError as error:
+        raise NativeError(f"native kernels: {error}") from error
+
+
+def cache_folder() -> Path:
+    """Of this user alone: what lies there is loaded and run."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "llm-bench"
+
+
+def build(folder: Path, source: Path = SOURCE, flags: tuple[str, ...] = FLAGS) -> Path:
+    """Compile into `folder`, or find it compiled there for this source, compiler and processor. Raises NativeError."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NativeError(f"native kernels: no C++ compiler on PATH; would be right: one of {', '.join(COMPILERS)}")
+    release = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    # The processor counts: -march=native makes code that another one may not have the instructions for.
+    parts = (source.read_text(), compiler, release, " ".join((*flags, *LIBRARIES)), processor())
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    path = folder / f"native-{name}.so"
+    if path.is_file():
+        return path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:  # moved when whole: several may compile at once
+        made = Path(place) / "native.so"
+        for threaded in THREADED:
+            command = [compiler, *flags, *threaded, "-o", str(made), str(source), *LIBRARIES]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False)
+            except subprocess.TimeoutExpired as error:
+                raise NativeError(f"native kernels: {compiler} took more than {COMPILE_LIMIT_S} s") from error
+            if done.returncode == 0:
+                made.replace(path)
+                return path
+    said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+    raise NativeError(f"native kernels: {compiler} cannot compile {source.name}: {said.strip()}")
+
+
+def processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(sorted({x for x in lines if x.partition("\t")[0].strip() in ("model name", "flags", "Features")}))
+
+
+def bind(path: Path) -> ctypes.CDLL:
+    """Load, and say what each function takes. torch is loaded already, so that its OpenMP is the one that is found."""
+    loaded = ctypes.CDLL(str(path))
+    for name, kinds in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = kinds, None
+    return loaded
+
+
+def set_threads(count: int) -> None:
+    library().set_threads(count)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[outputs, inputs] float32 or int8 as panels [outputs / 16, inputs, 16], filled up with 0."""
+    inputs = weight.shape[1]
+    filled = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % PANEL))
+    return filled.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+
+
+def product(x: torch.Tensor, panels: torch.Tensor, outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """[rows, outputs] of x [rows, inputs] and a packed matrix."""
+    x = _checked(x)
+    out = x.new_empty(len(x), outputs)
+    library().product_float32(
+        out.data_ptr(), x.data_ptr(), len(x), x.shape[1], outputs, panels.data_ptr(), _pointer(bias)
+    )
+    return out
+
+
+def product_weights8(
+    x: torch.Tensor, panels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """[rows, outputs] of x [rows, inputs] and a packed int8 matrix with scales [outputs], in float32."""
+    x = _checked(x)
+    out = x.new_empty(len(x), len(scales))
+    library().product_weights8(
+        out.data_ptr(), x.data_ptr(), len(x), x.shape[1], len(scales), panels.data_ptr(), scales.data_ptr(),
+        _pointer(bias),
+    )  # fmt: skip
+    return out
+
+
+def pack_int8(weight: torch.Tensor) -> torch.Tensor:
+    """[outputs, inputs] int8 as panels [outputs / 16, inputs / 2, 16, 2], filled up with 0."""
+    outputs, inputs = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, inputs % 2, 0, -outputs % PANEL))
+    return filled.view(-1, PANEL, (inputs + 1) // 2, 2).transpose(1, 2).contiguous()
+
+
+def product_int8(
+    x: torch.Tensor, panels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """[rows, outputs] of x [rows, inputs] and a packed int8 matrix; scales [outputs]. x is quantised row by row."""
+    x = _checked(x)
+    out = x.new_empty(len(x), len(scales))
+    library().product_int8(
+        out.data_ptr(), x.data_ptr(), len(x), x.shape[1], len(scales), panels.data_ptr(), scales.data_ptr(),
+        _pointer(bias),
+    )  # fmt: skip
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [rows, size] over its root mean square, times weight [size]."""
+    x = _checked(x)
+    out = torch.empty_like(x)
+    library().rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps)
+    return out
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half of each row) times its second half: [rows, 2 size] -> [rows, size]."""
+    x = _checked(x)
+    size = x.shape[1] // 2
+    out = x.new_empty(len(x), size)
+    library().silu_mul(out.data_ptr(), x.data_ptr(), len(x), size)
+    return out
+
+
+def geometry(shape: Shape, num_blocks: int, block_size: int) -> Geometry:
+    return Geometry(shape.heads, shape.kv_heads, shape.head_dim, block_size, num_blocks)
+
+
+def store(
+    sizes: Geometry,
+    qkv: torch.Tensor,
+    pool: torch.Tensor,
+    scales: torch.Tensor | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor | None, torch.Tensor | None],
+    eps: float,
+) -> None:
+    """Norm and rotate the heads of qkv [rows, heads + 2 kv_heads, dim] in place; keys and values into a layer's pool.
+
+    pool [2, num_blocks, kv_heads, block_size, dim], int8 with scales [2, num_blocks, kv_heads, block_size];
+    tables: cos and signed sin [positions, 1, dim].
+    """
+    assert qkv.is_contiguous()
+    library().store_rows(
+        qkv.data_ptr(), pool.data_ptr(), _pointer(scales), ctypes.addressof(sizes), len(qkv), positions.data_ptr(),
+        slots.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), _pointer(norms[0]), _pointer(norms[1]), eps,
+    )  # fmt: skip
+
+
+def attend(
+    sizes: Geometry,
+    qkv: torch.Tensor,
+    pool: torch.Tensor,
+    scales: torch.Tensor | None,
+    positions: torch.Tensor,
+    layout: Paged,
+    window: int,
+) -> torch.Tensor:
+    """[rows, heads · dim]: the queries of each row over the keys of its sequence up to its position."""
+    out = qkv.new_empty(len(qkv), sizes.heads * sizes.dim)
+    library().attend_rows(
+        out.data_ptr(), qkv.data_ptr(), pool.data_ptr(), _pointer(scales), ctypes.addressof(sizes), len(qkv),
+        positions.data_ptr(), layout.tables.data_ptr(), layout.tables.shape[1], layout.table_of_row.data_ptr(), window,
+    )  # fmt: skip
+    return out
+
+
+def _checked(x: torch.Tensor) -> torch.Tensor:
+    assert x.dtype == torch.float32, x.dtype
+    return x.contiguous()
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,252 @@
+"""Each native kernel against float64 and against its form in torch; bits that do not change with company."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference_engine import attention, batch, model, native, quant
+from reference_engine.batch import Pages
+from reference_engine.families import Shape
+from reference_engine.sequence import Sequence
+from tests.engine_models import sequence
+from tests.native_builds import BUILDS, built, needs_compiler
+
+pytestmark = [pytest.mark.engine, needs_compiler]
+EPS = 2.0**-24  # of a float32 operation
+few = settings(max_examples=40, deadline=None)
+
+
+@pytest.fixture(autouse=True, params=BUILDS, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs on each build."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(native, "library", lambda: built(request.param))
+    native.set_threads(1)
+    yield
+    patch.undo()
+
+
+def numbers(*size: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+# Rows beyond a tile (6), beyond a pass (96); inputs and outputs off 2, 8 and 16.
+SIZES = [(1, 1, 1), (1, 768, 64), (2, 17, 15), (4, 33, 48), (5, 64, 16), (6, 7, 17), (7, 80, 100), (13, 72, 33),
+         (96, 24, 16), (97, 31, 40), (200, 8, 31)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_that_of_float64(rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    x, weight = numbers(rows, inputs), numbers(outputs, inputs, seed=1)
+    bias = numbers(outputs, seed=2) if biased else None
+    out = native.product(x, native.pack(weight), outputs, bias)
+    right = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # Each of the sum's roundings is half a unit of a partial sum, which the sum of magnitudes bounds.
+    bound = (inputs + 1) * EPS * (x.abs().double() @ weight.abs().double().T + (0 if bias is None else bias.abs()))
+    assert ((out - right).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+def test_a_row_of_a_product_has_the_same_bits_alone_and_on_any_threads(rows: int, inputs: int, outputs: int) -> None:
+    x, weight, bias = numbers(rows, inputs), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)
+    integers, scales = quant.rows(weight)
+    panels, panels_int8 = native.pack(weight), native.pack_int8(integers)
+    whole = native.product(x, panels, outputs, bias)
+    whole_int8 = native.product_int8(x, panels_int8, scales[:, 0].contiguous(), bias)
+    for row in {0, rows // 2, rows - 1}:
+        assert torch.equal(native.product(x[row : row + 1], panels, outputs, bias)[0], whole[row])
+    try:
+        native.set_threads(3)
+        assert torch.equal(native.product(x, panels, outputs, bias), whole)
+        assert torch.equal(native.product_int8(x, panels_int8, scales[:, 0].contiguous(), bias), whole_int8)
+    finally:
+        native.set_threads(1)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [*SIZES, (3, 3001, 5)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_int8_product_has_the_bits_of_its_form_in_torch(rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    integers, scales = quant.rows(numbers(outputs, inputs, seed=1))
+    by_output, bias = scales[:, 0].contiguous(), numbers(outputs, seed=2) if biased else None
+    for x in (numbers(rows, inputs), numbers(rows, inputs).sign(), torch.zeros(rows, inputs)):
+        out = native.product_int8(x, native.pack_int8(integers), by_output, bias)
+        assert torch.equal(out, quant.product(x, integers, by_output, bias))
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_of_8_bit_weights_is_that_of_float64(rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    x, (integers, scales) = numbers(rows, inputs), quant.rows(numbers(outputs, inputs, seed=1))
+    by_output, bias = scales[:, 0].contiguous(), numbers(outputs, seed=2) if biased else None
+    panels, weight = native.pack(integers), integers.double() * scales.double()
+    out = native.product_weights8(x, panels, by_output, bias)
+    right = F.linear(x.double(), weight, None if bias is None else bias.double())
+    bound = (inputs + 3) * EPS * (x.abs().double() @ weight.abs().T + (0 if bias is None else bias.abs()))
+    assert ((out - right).abs() <= bound).all()
+    assert ((quant.product_of_weights(x, integers, by_output, bias) - right).abs() <= bound).all()
+    assert torch.equal(native.product_weights8(x[-1:], panels, by_output, bias)[0], out[-1])
+
+
+def test_an_int8_product_of_the_largest_numbers_does_not_overflow() -> None:
+    inputs = 3000  # 127 · 127 · 3000 is 11 times what float32 counts exactly
+    weight = torch.full((20, inputs), -127, dtype=torch.int8)
+    ones = torch.ones(20)
+    out = native.product_int8(torch.full((6, inputs), 127.0), native.pack_int8(weight), ones, None)
+    assert (out == -127.0 * 127 * inputs).all()
+
+
+@few
+@given(rows=st.integers(1, 9), size=st.integers(1, 40), seed=st.integers(0, 99), scale=st.sampled_from([1e-3, 1, 1e3]))
+def test_a_norm_and_a_gate_are_those_of_float64(rows: int, size: int, seed: int, scale: float) -> None:
+    x, weight = numbers(rows, 2 * size, seed=seed, scale=scale), numbers(2 * size, seed=seed + 1)
+    wide = x.double()
+    right = F.rms_norm(wide, (2 * size,), weight.double(), 1e-5)
+    assert torch.allclose(native.rms_norm(x, weight, 1e-5).double(), right, rtol=1e-6 + size * EPS, atol=1e-12)
+    gate, up = wide.chunk(2, -1)
+    # Below -87 the exponential stays at its end: what is lost is less than 1e-34 of a gate.
+    assert torch.allclose(native.silu_mul(x).double(), F.silu(gate) * up, rtol=1e-6, atol=1e-28)
+
+
+def test_the_gate_is_right_to_three_units_over_the_exponentials_range() -> None:
+    gate = torch.cat([torch.linspace(-86, 86, 20_000), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 86.9, -86.9])])
+    size = len(gate)
+    out = native.silu_mul(torch.cat([gate, torch.ones(size)])[None])[0].double()
+    right = gate.double() * torch.sigmoid(gate.double())
+    assert ((out - right).abs() <= 5 * EPS * right.abs() + 1e-40).all()
+
+
+# Head sizes with a tail, generic, 64 and 128; blocks that are no multiple of eight keys.
+HEADS = [(1, 1, 12, 4), (2, 1, 12, 16), (4, 2, 16, 5), (6, 2, 80, 16), (12, 4, 64, 16), (2, 2, 128, 8), (8, 1, 24, 1)]
+
+
+def shape_of(heads: int, kv_heads: int, dim: int, **differs: Any) -> Shape:
+    plain = Shape(64, 32, 48, 1, heads, kv_heads, dim, 1e-5, 10_000.0, 256, tied=False)
+    return replace(plain, **differs)
+
+
+def step(shape: Shape, block_size: int, kv: str, lengths: list[tuple[int, int]], window: int, paged: bool) -> Any:
+    """One step of sequences (computed, n) over a pool that holds what is computed: rows, cache, batch."""
+    blocks = [-(-(computed + n) // block_size) for computed, n in lengths]
+    numbered = list(range(sum(blocks) + 3))
+    Random(1).shuffle(numbered)
+    work: list[tuple[Sequence, int]] = []
+    for i, ((computed, n), count) in enumerate(zip(lengths, blocks, strict=True)):
+        s = sequence([0] * (computed + n), i)
+        s.computed, s.blocks = computed, [numbered.pop() for _ in range(count)]
+        work.append((s, n))
+    pages = Pages(sum(blocks) + 3, block_size, shape.kv_heads, window)
+    like = torch.zeros(0)
+    cache = attention.make_cache(shape, pages, like, model.rotation(shape, 256), kv)
+    if cache.scales is None:
+        cache.pool.copy_(numbers(*cache.pool.shape, seed=3))
+    else:
+        cache.pool.random_(-127, 128, generator=torch.Generator().manual_seed(3))
+        cache.scales.uniform_(0.001, 0.02, generator=torch.Generator().manual_seed(4))
+    laid_out = batch.build(work, pages, torch.device("cpu"), torch.float32, paged)
+    rows = sum(n for _, n in lengths)
+    return numbers(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, seed=5), cache, laid_out
+
+
+def read_back(cache: attention.Cache) -> torch.Tensor:
+    """The pool in float64."""
+    pool = cache.pool.double()
+    return pool if cache.scales is None else pool * cache.scales.double()[..., None]
+
+
+def by_hand(cache: attention.Cache, qkv: torch.Tensor, laid_out: batch.Batch, window: int) -> torch.Tensor:
+    """Attention in float64, a query at a time, from the pool's numbers."""
+    assert isinstance(laid_out.layout, batch.Paged)
+    shape, size, pool = cache.shape, cache.pages.block_size, read_back(cache)[0]
+    group, out = shape.heads // shape.kv_heads, []
+    for row, position in enumerate(laid_out.positions.tolist()):
+        table = laid_out.layout.tables[laid_out.layout.table_of_row[row]].long()
+        seen = torch.arange(max(0, position + 1 - window) if window else 0, position + 1)
+        keys, values = pool[:, table[seen // size], :, seen % size].unbind(1)  # [seen, kv_heads, dim] each
+        for head in range(shape.heads):
+            scores = keys[:, head // group] @ qkv[row, head].double() * shape.head_dim**-0.5
+            out.append(scores.softmax(0) @ values[:, head // group])
+    return torch.stack(out).view(len(qkv), -1)
+
+
+STEPS = [[(0, 1)], [(0, 40)], [(7, 1), (30, 1), (3, 1), (100, 1)], [(9, 14), (0, 5), (50, 1), (15, 1), (16, 1)]]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kv", attention.KV_DTYPES)
+def test_attention_is_that_of_float64_and_of_its_form_in_torch(heads: tuple[int, ...], kv: str) -> None:
+    shape, block_size = shape_of(*heads[:3]), heads[3]
+    for lengths in STEPS:
+        for window in (0, 9):
+            shape = replace(shape, window=window, windowed=frozenset({0}) if window else frozenset())
+            found = {}
+            for paged in (True, False):
+                qkv, cache, laid_out = step(shape, block_size, kv, lengths, window, paged)
+                kernels = model.KERNELS["native" if paged else "torch"]
+                kernels.store(cache, 0, qkv, (None, None), laid_out)
+                found[paged] = kernels.attend(cache, 0, qkv, laid_out)
+                if paged:
+                    exact = by_hand(cache, qkv, laid_out, window)
+                    assert (found[True] - exact).abs().max() < 2e-6
+            # int8: a value between two integers may go to either, a hundredth of its head's largest number away
+            assert (found[True] - found[False]).abs().max() < (4e-6 if kv == "auto" else 2e-2)
+
+
+@pytest.mark.parametrize("sign", [0, 1, -1])
+def test_scores_of_hundreds_are_no_overflow_and_no_tie(sign: int) -> None:
+    """Of both signs, all far above 0, and all far below."""
+    shape = shape_of(4, 2, 16)
+    for lengths in STEPS:
+        qkv, cache, laid_out = step(shape, 16, "auto", lengths, 0, True)
+        attention.store_native(cache, 0, qkv, (None, None), laid_out)
+        queries = qkv[:, : shape.heads]
+        queries *= 100
+        if sign:
+            queries.abs_().mul_(sign)
+            cache.pool[:, 0].abs_()
+        exact = by_hand(cache, qkv, laid_out, 0)
+        assert (attention.attend_native(cache, 0, qkv, laid_out) - exact).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kv", attention.KV_DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rows_are_stored_as_torch_stores_them_and_nowhere_else(heads: tuple[int, ...], kv: str, normed: bool) -> None:
+    shape, block_size = shape_of(*heads[:3]), heads[3]
+    norms = (numbers(shape.head_dim, seed=8), numbers(shape.head_dim, seed=9)) if normed else (None, None)
+    lengths = STEPS[3]
+    ours, theirs = (step(shape, block_size, kv, lengths, 0, paged) for paged in (True, False))
+    before = ours[1].pool.clone()
+    attention.store_native(ours[1], 0, ours[0], norms, ours[2])
+    attention.store(theirs[1], 0, theirs[0], norms, theirs[2])
+    assert torch.allclose(ours[0][:, : shape.heads], theirs[0][:, : shape.heads], rtol=1e-5, atol=1e-6)
+    changed = (ours[1].pool != before).any(-1)  # [layers, kind, block, head, place]
+    assert int(changed.sum()) <= len(ours[0]) * 2 * shape.kv_heads
+    if kv == "auto":
+        assert torch.allclose(ours[1].pool, theirs[1].pool, rtol=1e-5, atol=1e-6)
+        return
+    assert torch.allclose(ours[1].scales, theirs[1].scales, rtol=1e-5)
+    apart = (ours[1].pool.int() - theirs[1].pool.int()).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("kv", attention.KV_DTYPES)
+def test_a_row_of_attention_has_the_same_bits_however_its_prompt_was_cut(kv: str) -> None:
+    shape = shape_of(6, 2, 80)
+    qkv, cache, laid_out = step(shape, 5, kv, [(0, 43)], 0, True)
+    attention.store_native(cache, 0, qkv, (None, None), laid_out)
+    whole = attention.attend_native(cache, 0, qkv, laid_out)
+    assert isinstance(laid_out.layout, batch.Paged)
+    for start in range(0, 43, 4):
+        rows = slice(start, start + 4)
+        layout = batch.Paged(laid_out.layout.tables, laid_out.layout.table_of_row[rows])
+        part = replace(laid_out, positions=laid_out.positions[rows], layout=layout)
+        assert torch.equal(attention.attend_native(cache, 0, qkv[rows], part), whole[rows])

@@ -1,0 +1,91 @@
+"""How the native kernels come to a machine: compiled once, kept, and done without where there is no compiler."""
+
+import ctypes
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference_engine import native, weights
+from reference_engine.config import EngineConfig
+from reference_engine.runner import ModelRunner
+from tests.native_builds import needs_compiler
+
+pytestmark = [pytest.mark.engine, needs_compiler]
+
+
+def test_a_source_is_compiled_once_and_anew_when_it_or_a_flag_changes(tmp_path: Path) -> None:
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    flags = ("-O0", *native.FLAGS[1:])
+    first = native.build(tmp_path / "cache", source, flags)
+    assert ctypes.CDLL(str(first)).answer() == 42
+    stamp = first.stat().st_mtime_ns
+    assert native.build(tmp_path / "cache", source, flags) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert native.build(tmp_path / "cache", source, ("-O1", *native.FLAGS[1:])) != first
+    source.write_text('extern "C" int answer() { return 43; }')
+    assert ctypes.CDLL(str(native.build(tmp_path / "cache", source, flags))).answer() == 43
+    assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".so"] * 3  # nothing half made is left
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+
+
+def test_what_cannot_be_compiled_is_said_in_the_compilers_words(tmp_path: Path) -> None:
+    source = tmp_path / "wrong.cpp"
+    source.write_text("int f() { return nowhere; }")
+    with pytest.raises(native.NativeError, match=r"cannot compile wrong\.cpp: .*nowhere"):
+        native.build(tmp_path / "cache", source)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_without_openmp_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = next(filter(None, map(shutil.which, native.COMPILERS)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fake = tmp_path / native.COMPILERS[0]
+    fake.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) echo "error: no -fopenmp" >&2; exit 1;; esac\n'
+                    f'export PATH="{os.environ["PATH"]}:/usr/bin:/bin"\nexec {real} "$@"\n')  # fmt: skip
+    fake.chmod(0o755)
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    assert ctypes.CDLL(str(native.build(tmp_path / "cache", source, ("-O0", *native.FLAGS[1:])))).answer() == 42
+
+
+def tiny(**knobs: Any) -> ModelRunner:
+    asked = {"device": "cpu", "num_blocks": 16} | knobs
+    return ModelRunner("t", weights.tiny(0), frozenset(), EngineConfig(**asked))
+
+
+def no_compiler() -> ctypes.CDLL:
+    raise native.NativeError("native kernels: no C++ compiler on PATH")
+
+
+def test_without_a_compiler_torch_computes_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "library", no_compiler)
+    assert tiny().facts()["cpu_kernels"] == "torch"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no C++ compiler on PATH; torch computes instead" in line
+    with pytest.raises(ValueError, match="no C\\+\\+ compiler on PATH"):
+        tiny(cpu_kernels="native")
+
+
+def test_no_compiler_on_the_path_is_named_with_those_that_would_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(native.NativeError, match=r"no C\+\+ compiler on PATH; would be right: one of g\+\+"):
+        native.build(tmp_path / "cache")
+
+
+def test_native_kernels_are_for_float32_only() -> None:
+    bfloat16 = weights.tiny(0, torch.bfloat16)
+    knobs = {"device": "cpu", "num_blocks": 16}
+    with pytest.raises(ValueError, match=r"cpu_kernels 'native' with torch\.bfloat16 on cpu"):
+        ModelRunner("t", bfloat16, frozenset(), EngineConfig(cpu_kernels="native", **knobs))
+    assert ModelRunner("t", bfloat16, frozenset(), EngineConfig(**knobs)).kernels == "torch"
+    assert tiny().facts()["cpu_kernels"] == "native"
