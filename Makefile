@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test fuzz lint types docs size env clean test-engines test-pages
-.PHONY: gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
+.PHONY: bench-engine gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
 
@@ -71,6 +71,9 @@ gpu:                       ## on a machine with a GPU, 8 minutes: kernels and en
 
 samples: .venv/.client     ## the samples in traces/, the workloads from their models
 	$(BIN)/python traces/make_samples.py
+
+bench-engine: .venv/.dev   ## our engine beside llama.cpp on this CPU; VLLM=ENV adds vLLM; writes reports/engine/
+	$(BIN)/python -m bench.engine $(if $(VLLM),--vllm $(VLLM)) --out reports/engine
 
 bench-client: .venv/.dev   ## us beside the rivals that are installed; writes reports/client/
 	$(BIN)/python -m bench.client
