@@ -1,6 +1,6 @@
 """`llm-bench gate`, `compare` and `history`: what changed between arms, and over runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,10 +8,11 @@ import typer
 
 from llm_bench import terminal
 from llm_bench.errors import BenchError
-from llm_bench.options import Deadlines, Metrics, SloText
+from llm_bench.options import Deadlines, Metrics, Output, SloText
 
 TextFormat = Annotated[str, typer.Option("--format", help="terminal, md or json.")]
 FORMATS = ("terminal", "md", "json")
+HISTORY_FORMATS = (*FORMATS, "html", "parquet")
 
 
 def gate(
@@ -163,53 +164,68 @@ def history(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders, e.g. runs/*; their order is by when they were made.")
     ],
-    metric: Annotated[str, typer.Option(help="A name of docs/reference.md, e.g. ttft_p95.")],
+    metric: Annotated[str, typer.Option(help="Names of docs/reference.md, e.g. ttft_p95,tokens_per_second.")],
     target: Annotated[str, typer.Option(help="Only of this target.")] = "",
     load: Annotated[str, typer.Option(help="Only at this load, as reports label it, e.g. c=8.")] = "",
     details: Annotated[bool, typer.Option("--details", help="Run by run, where there are several histories.")] = False,
     slo: SloText = "",
     deadlines: Deadlines = "",
-    format: TextFormat = "terminal",  # noqa: A002
+    format: Annotated[str, typer.Option("--format", help="terminal, md, json, html or parquet.")] = "terminal",  # noqa: A002
+    output: Output = None,
 ) -> None:
-    """Show a metric over runs, and where it changed for good.
+    """Show metrics over runs, and where they changed for good.
 
-    Change points by E-divisive with permutations (Matteson and James, JASA 109, 2014).
+    Change points by E-divisive with permutations (Matteson and James, JASA 109, 2014). html is one page with a panel a
+    metric; parquet has a row a metric and run, for pandas or duckdb. A run is read, reduced and let go before the next.
     """
     from llm_bench import history as past
-    from llm_bench import objectives
+    from llm_bench import objectives, report, trend
 
-    check_format(format)
-    agreed = objectives.parse(slo, deadlines)
-    found = past.histories(_readable(runs), metric, target, load, agreed.context())
+    check_format(format, HISTORY_FORMATS)
+    if format == "parquet" and output is None:
+        raise BenchError("--format parquet: expected -o FILE, since a terminal cannot show it")
+    names, agreed = report.parse_metrics(metric), objectives.parse(slo, deadlines)
+    if not names:
+        raise BenchError("--metric: no name, expected one or more, such as ttft_p95,tokens_per_second")
+    found = past.histories(_readable(runs), names, target, load, agreed.context())
     said: dict[str, Callable[[], str]] = {
         "terminal": lambda: past.text(found, details),
         "md": lambda: past.markdown(found, details),
         "json": lambda: past.json_text(found),
+        "html": lambda: trend.page(found),
     }
-    terminal.show(said[format]())
+    if format == "parquet" and output is not None:
+        past.write_parquet(found, output)
+    elif output is not None:
+        terminal.save(output, said[format]())
+    else:
+        terminal.show(said[format]())
 
 
-def _readable(paths: Sequence[Path]) -> list[Any]:
-    """The runs among the folders; what is none is said and left out. Raises BenchError where nothing is left."""
+def _readable(paths: Sequence[Path]) -> Iterator[Any]:
+    """The runs among the folders, one by one; what is none is said and left out. Raises BenchError for none."""
     from llm_bench import results
 
     say, _ = terminal.voice()
-    found, refused = [], []
+    any_found, refused = False, list[BenchError]()
     for path in paths:
         try:
-            found.append(results.load_run(path))
+            run = results.load_run(path)
         except BenchError as e:
             refused.append(e)
-    if refused and not found:
+            continue
+        any_found = True
+        yield run
+        del run  # else it would stay until the next is read
+    if refused and not any_found:
         raise refused[0]
     for error in refused:
         say(f"left out: {error}")
-    return found
 
 
-def check_format(name: str) -> None:
-    if name not in FORMATS:
-        raise BenchError(f"--format {name!r}: expected one of {', '.join(FORMATS)}")
+def check_format(name: str, known: Sequence[str] = FORMATS) -> None:
+    if name not in known:
+        raise BenchError(f"--format {name!r}: expected one of {', '.join(known)}")
 
 
 def write(path: Path | None, text: Callable[[], str]) -> None:

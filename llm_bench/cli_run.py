@@ -122,6 +122,13 @@ def run(
     keep_model: Annotated[
         bool, typer.Option("--keep-model", help="Ask for the model that a row names; default: the target's.")
     ] = False,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Trace played beside it: PATH[:SHARE][:priority=N][:name=CLASS]. May be given again; each class is "
+            "measured alone too. SHARE is of all requests per second; without one it keeps its own times."
+        ),
+    ] = None,
     alone_too: Annotated[
         bool, typer.Option("--alone-too", help="Beside a mix, each of its classes alone: same rows, same times.")
     ] = False,
@@ -183,7 +190,7 @@ def run(
     Without --concurrency, --rate or --replay the trace is replayed at its own times. Several loads, or several targets,
     are measured one after the other. Metrics are listed in docs/reference.md.
     """
-    from llm_bench import objectives, report, results, selection
+    from llm_bench import neighbours, objectives, report, results, selection
     from llm_bench import run as runs
     from llm_bench import targets as known
     from llm_bench.arms import Rounds
@@ -217,7 +224,8 @@ def run(
         to_s=to_s,
         limit=limit,
         dejitter=dejitter,
-        alone_too=alone_too,
+        beside=[neighbours.parse(text) for text in beside or []],
+        alone_too=alone_too or bool(beside),
         limited=sorted({limit.of_class for limit in asked.slo.limits} - {""}),
         workers=crew,
         resume=resume,

@@ -10,8 +10,10 @@ from llm_bench import metrics
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.printable import clean, lines
+from llm_bench.recovery import Recovery
+from llm_bench.recovery_words import recoveries
 from llm_bench.repeats import Group, groups
-from llm_bench.results import Asked, Run, Sheet, sheets
+from llm_bench.results import Asked, ClassSheet, Run, Sheet, sheets
 from llm_bench.words import LIMITED, agreements, group_lines, name_of, not_the_same_work, or_default
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
@@ -24,6 +26,7 @@ def rows(run: Run, asked: Asked) -> Iterator[dict[str, Any]]:
         for one in groups(group.sheets, apart=True) if group.runs > 1 else ():
             yield from _rows(run, one)
         for sheet in group.sheets:
+            yield from _fault_rows(run, sheet)
             yield from _tool_rows(run, sheet)
     for m in run.missing:
         for name in asked.names:
@@ -64,6 +67,30 @@ def _rows(run: Run, group: Group) -> Iterator[dict[str, Any]]:
                 "label": "; ".join([*v.labels, *([v.reason] if v.reason else [])]),
                 "run": name_of(run),
             }
+
+
+def _fault_rows(run: Run, sheet: Sheet) -> Iterator[dict[str, Any]]:
+    """A row a fault: the seconds after which it was over."""
+    for number, r in enumerate(recoveries(sheet), 1):
+        yield {
+            "target": sheet.measured.target,
+            "load": sheet.measured.load,
+            "class": "",
+            "metric": f"fault {number}: {r.done.what}",
+            "value": r.after_s,
+            "unit": "s",
+            "n": r.requests,
+            "pair": sheet.measured.pair,
+            "label": "; ".join(filter(None, [r.verdict, r.why])),
+            "failures": "; ".join(r.errors),
+            "run": name_of(run),
+        }
+
+
+def _fault_document(r: Recovery) -> dict[str, Any]:
+    found = r._asdict() | {"done": r.done._asdict(), "resolution_s": r.resolution_s, "amplification": r.amplification}
+    found |= {"before": r.before and r.before._asdict()}
+    return found | {"queue": r.queue and r.queue._asdict() | {"retry_after": r.queue.retry_after}}
 
 
 def _tool_rows(run: Run, sheet: Sheet) -> Iterator[dict[str, Any]]:
@@ -107,7 +134,13 @@ def _group_document(group: Group) -> dict[str, Any]:
         "outcomes": group.outcomes,
         "metrics": {v.name: _value_document(v) for v in group.values},
         "classes": {
-            name: {"outcomes": of.outcomes, "metrics": {v.name: _value_document(v) for v in of.values}}
+            name: {
+                "outcomes": of.outcomes,
+                "metrics": {v.name: _value_document(v) for v in of.values},
+                "alone": None if of.alone is None else {v.name: _value_document(v) for v in of.alone},
+                "interference": of.interference,
+                "factors": _factors(of),
+            }
             for name, of in group.by_class.items()
         },
         "slo": [
@@ -161,6 +194,7 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
                 "metrics": {v.name: _value_document(v) for v in of.values},
                 "alone": None if of.alone is None else {v.name: _value_document(v) for v in of.alone},
                 "interference": of.interference,
+                "factors": _factors(of),
             }
             for name, of in sheet.by_class.items()
         },
@@ -169,8 +203,17 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
             table.tool: table._asdict() | {"lines": [line._asdict() for line in table.lines]}
             for table in sheet.as_tools
         },
+        "faults": [_fault_document(r) for r in recoveries(sheet)],
         "doubts": [d._asdict() for d in sheet.doubts],
         "end": dict(m.end),
+    }
+
+
+def _factors(of: ClassSheet) -> dict[str, Any]:
+    return {
+        f.name: {key: value for key, value in f._asdict().items() if key not in ("name", "interval")}
+        | {"interval": list(f.interval) if f.interval else None}
+        for f in of.factors
     }
 
 

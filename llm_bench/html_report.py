@@ -18,18 +18,23 @@ from llm_bench.definitions import Definition, definitions
 from llm_bench.metrics import Value
 from llm_bench.outcomes import Failure
 from llm_bench.printable import clean, lines
+from llm_bench.recovery import Recovery
+from llm_bench.recovery_words import TURNED, fault_lines, recoveries
 from llm_bench.repeats import Group, groups
 from llm_bench.results import Asked, Measured, Run, Sheet, sheets
 from llm_bench.series import outcome_in
 from llm_bench.timeline import Slices, slices, timeline
 from llm_bench.windows import Window
 from llm_bench.words import (
+    INTERFERENCE_HEADS,
     SHORT,
     TOOL_HEADS,
     beside,
     by_target,
     group_lines,
     heading,
+    interference_legend,
+    interference_rows,
     legend,
     name_of,
     number,
@@ -304,7 +309,20 @@ def _classes(asked: Asked, mine: Sequence[Sheet], together: Sequence[Group]) -> 
     for group, line in lines:
         counts = [_count(line.outcomes[o], "bad" if o == "failed" else "") for o in outcomes]
         rows.append([Td(line.head.strip(), None, [_where(group)]), *counts, *map(_figure, line.values)])
-    return [Table("Figures by class of request", heads, rows)]
+    return [Table("Figures by class of request", heads, rows), *_interference(together)]
+
+
+def _interference(together: Sequence[Group]) -> list[Table]:
+    """What the classes did to each other; no table where none was measured alone too."""
+    rows = []
+    for group in together:
+        for line in interference_rows(group):
+            head, alone, beside_, factor, bounds = line.cells
+            unit = "" if line.unit in ("1", "share") else f" {line.unit}"
+            figures = [Td(alone + unit), Td(beside_ + unit)]
+            rows.append([Td(head, None, [_where(group)]), *figures, Td(factor, line.factor, why=line.why), Td(bounds)])
+    heads = [(head, "") for head in INTERFERENCE_HEADS]
+    return [Table("Interference", heads, rows, interference_legend(together))] if rows else []
 
 
 def _count(n: int, tone: str = "") -> Td:
@@ -400,7 +418,7 @@ def _bare(value: float | None, unit: str) -> Td:
 def _cell(sheet: Sheet, anchor: str) -> CellSection:
     m = sheet.measured
     said = [line for line in remarks(sheet) if not line.startswith("failed: ")]  # they have a table
-    tools = [_as_tool(printed) for printed in sheet.as_tools]
+    tools = [*_fault_tables(sheet), *(_as_tool(printed) for printed in sheet.as_tools)]
     if m.pair is not None:  # the verdict is of all runs of the cell: this one's own stands here
         said += [verdict_line(j) for j in sheet.judged] + [f"doubt: {d.kind}: {d.sentence}" for d in sheet.doubts]
     load = m.load_and_run
@@ -411,6 +429,32 @@ def _cell(sheet: Sheet, anchor: str) -> CellSection:
     single = [*([dotted] if dotted else []), *charts.waterfalls(m)]
     parts = _slices(sheet, slices(m.cell, m.window, line))
     return CellSection(anchor, m.target, load, said, charts.over_time(m, line), single, [parts, *tools])
+
+
+def _fault_tables(sheet: Sheet) -> list[Table]:
+    """What each fault did, and how the target turned requests away while it lasted."""
+    found = recoveries(sheet)
+    if not found:
+        return []
+    heads = [("fault", ""), ("verdict", ""), ("at", "s"), ("over after", "s"), ("first error after", "s")]
+    heads += [("failed", ""), ("never answered", ""), (f"worst {found[0].name}_p95", "ms"), ("before", "ms")]
+    heads += [("in system", "most"), ("before", "most"), ("drained after", "s"), ("attempts a request", "")]
+    rows = [[Td(r.done.what, small=[r.done.result]), Td(r.verdict, r.verdict, why=r.why), *_effects(r)] for r in found]
+    turned = [[Td(r.done.what), *(_count(getattr(r.queue, name)) for name in TURNED)] for r in found if r.queue]
+    for row, r in zip(turned, (r for r in found if r.queue), strict=True):
+        row += [_count(r.queue.again), _count(r.queue.saved), Td(r.queue.retry_after)] if r.queue else []
+    names = [("fault", ""), *((said, "") for said in TURNED.values()), ("tried again", ""), ("ok at last", "")]
+    notes = [line for line in fault_lines(sheet) if line.startswith("faults: ")]
+    tables = [Table("Faults", heads, rows, notes)]
+    return tables + ([Table("Turned away during faults", [*names, ("Retry-After", "")], turned)] if turned else [])
+
+
+def _effects(r: Recovery) -> list[Td]:
+    before = r.before
+    known = [_bare(r.at_s, "s"), _bare(r.after_s, "s"), _bare(r.first_error_s, "s"), _count(r.failed, "bad")]
+    known += [_count(r.lost, "bad"), _bare(r.worst_ms, "ms"), _bare(before and before.ttft_p95_ms, "ms")]
+    known += [_count(r.backlog), _bare(before and before.in_system, "1"), _bare(r.drained_s, "s")]
+    return [*known, _bare(r.amplification, "1")]
 
 
 def _as_tool(printed: Printed) -> Table:

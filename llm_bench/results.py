@@ -40,6 +40,9 @@ from llm_bench.series import due_in, outcome_in
 from llm_bench.server_metrics import Figures
 from llm_bench.windows import Window
 
+FORMAT = 1  # of run.json, as `book` writes it: counts up when what stands there changes its meaning
+NEWER = "newer format"
+
 
 @dataclass
 class Measured:
@@ -123,10 +126,18 @@ class Run:
 
     def doubts_of(self, m: Measured, values: Sequence[Value]) -> list[Doubt]:
         siblings = [other.cell for other in self.cells if other is not m]
-        fresh = self._foreign(m) + _counted(m) + doubts(m.cell, m.window, siblings, values, m.end)
+        fresh = self._newer() + self._foreign(m) + _counted(m) + doubts(m.cell, m.window, siblings, values, m.end)
         found = fresh + [d for d in m.stored if d.kind not in {f.kind for f in fresh}]
         clean = printable.clean
         return [d._replace(kind=clean(d.kind), text=clean(d.text), advice=clean(d.advice)) for d in found]
+
+    def _newer(self) -> list[Doubt]:
+        """Of a run that a later version wrote: what it holds in places that this one does not know is not read."""
+        found = self.facts.get("llm_bench_run")
+        if not isinstance(found, int) or found <= FORMAT:
+            return []
+        text = f"run.json is of format {found}, this version of llm-bench knows {FORMAT} and reads what it knows"
+        return [Doubt(NEWER, text, EITHER_WAY, "Read it with the version that wrote it")]
 
     def _foreign(self, m: Measured) -> list[Doubt]:
         """Of a cell that the run did not measure, as far as its header and run.json tell."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from llm_bench import (
     arms,
     doctor,
+    neighbours,
     pairs,
     plan,
     probe,
@@ -31,6 +32,7 @@ from llm_bench.cell import Cell, Options, cell_name
 from llm_bench.dialects import DIALECTS, TOKEN_ID_ROWS, unsayable
 from llm_bench.errors import BenchError
 from llm_bench.measure import Fleet, Watch, measure
+from llm_bench.neighbours import Neighbour
 from llm_bench.plan import Load
 from llm_bench.request import Request, Trace
 from llm_bench.targets import Target
@@ -54,6 +56,7 @@ class Job:
     limit: int | None = None  # rows of the trace at most, in whole conversations
     dejitter: str = "auto"  # a mode of ticks.dejitter
     limited: Sequence[str] = ()  # classes that limits of the SLO are of
+    beside: Sequence[Neighbour] = ()  # other traces that are played beside it
     alone_too: bool = False  # of a mixed trace, each class alone beside the mix
     workers: int = 1  # processes that share each cell; 0: as many as the load seems to need
     resume: bool = False  # finish the run in the folder
@@ -96,7 +99,10 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
         names = selection.classes(rows.requests)
         loads = [replace(load, class_alone=name) for load in loads for name in ("", *names)]
         if any(load.concurrency for load in loads):
-            say("--alone-too: in a closed loop a class alone has all the slots; --rate and --replay keep its own times")
+            say(
+                "in a closed loop a class alone has all the slots: its factor is of one concurrency, others or not; "
+                "--rate and --replay keep the times that it has beside the others"
+            )
     if options.requests and not options.loop_trace and len(rows.requests) < options.requests:
         say(f"trace: it has {len(rows.requests)} requests, fewer than --requests {options.requests}: each is sent once")
     for line in _order_in_words(job, options):
@@ -258,24 +264,12 @@ def _rows(job: Job, options: Options) -> Trace:
     replay = any(load.speed is not None for load in job.loads)
     chosen = (job.from_s, job.to_s, job.limit) != (None, None, None)
     # The first rows of a file alone would be read faster, but a part of it, or of a tick, needs what follows too.
-    first = None if replay or chosen or options.loop_trace else options.requests
-    rows = trace.read(
-        job.trace,
-        format=job.format,
-        limit=first,
-        block_size=job.block_size,
-        unit=job.unit,
-        turns=job.turns,
-        map=job.map,
-        skip_bad=job.skip_bad,
-    )
-    requests, notes = rows.requests, list(rows.notes)
-    if replay:  # no other load uses times
-        requests, note = ticks.dejitter(requests, job.dejitter, options.seed)
-        notes += [note] if note else []
-    notes += _speeds(job, requests)
-    doubts = doctor.warnings(rows._replace(requests=requests), timed=replay)
-    notes += [f"doubt: {text}" for text in doubts]
+    first = None if replay or chosen or options.loop_trace or job.beside else options.requests
+    rows = _one_file(job, job.trace, options.seed, limit=first, timed=replay)
+    if job.beside:
+        others = [(_one_file(job, Path(n.path), options.seed, timed=replay), n) for n in job.beside]
+        rows = neighbours.together(rows, others, options.seed)
+    requests, notes = rows.requests, [*rows.notes, *_speeds(job, rows.requests)]
     if chosen:
         found = len(requests)
         requests = selection.at_most(selection.between(requests, job.from_s, job.to_s), job.limit)
@@ -295,6 +289,27 @@ def _rows(job: Job, options: Options) -> Trace:
     if not requests:
         raise BenchError(f"{job.trace}: no request is left to send")
     return rows._replace(requests=requests, notes=notes)
+
+
+def _one_file(job: Job, path: Path, seed: int, *, limit: int | None = None, timed: bool) -> Trace:
+    """A trace file by the job's reading options, with the doubts about it; `timed`: its times are used."""
+    rows = trace.read(
+        path,
+        format=job.format,
+        limit=limit,
+        block_size=job.block_size,
+        unit=job.unit,
+        turns=job.turns,
+        map=job.map,
+        skip_bad=job.skip_bad,
+    )
+    requests, notes = rows.requests, list(rows.notes)
+    if timed:
+        requests, note = ticks.dejitter(requests, job.dejitter, seed)
+        notes += [note] if note else []
+    rows = rows._replace(requests=requests)
+    notes += [f"doubt: {text}" for text in doctor.warnings(rows, timed=timed)]
+    return rows._replace(notes=notes)
 
 
 def _speeds(job: Job, requests: Sequence[Request]) -> list[str]:
@@ -339,6 +354,8 @@ def asked(job: Job, options: Options, rows: Trace, loads: Sequence[Load]) -> dic
     trace_facts: dict[str, Any] = {"path": rows.path, "format": rows.format, "notes": rows.notes}
     trace_facts |= {"from_s": job.from_s, "to_s": job.to_s, "limit": job.limit, "dejitter": job.dejitter}
     trace_facts |= _file_facts(job.trace)
+    if job.beside:
+        trace_facts["beside"] = [n._asdict() | _file_facts(Path(n.path)) for n in job.beside]
     return {
         "settings": options.public(),
         "targets": [target.name for target in job.targets],

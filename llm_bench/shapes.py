@@ -70,6 +70,7 @@ HEADER: dict[str, Shape] = {
 }
 
 RUN: dict[str, Shape] = {
+    "llm_bench_run": COUNT,
     "version": TEXT,
     "targets": LIST,
     "loads": LIST,

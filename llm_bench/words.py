@@ -11,6 +11,7 @@ from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
 from llm_bench.printable import clean
 from llm_bench.records import OUTCOMES
+from llm_bench.recovery_words import fault_lines
 from llm_bench.repeats import Group
 from llm_bench.results import Asked, ClassSheet, Measured, Run, Sheet
 from llm_bench.same_work import Side, agreement, first_line, same_work
@@ -101,7 +102,7 @@ def remarks(sheet: Sheet) -> list[str]:
         alike = f"; {DROPS_ALIKE}" if anew > DROPS_SHARE * tried else ""
         lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew{alike}")
     lines += [f"failed: {failure.text}, first: {failure.first_error}" for failure in sheet.failures]
-    return lines
+    return lines + fault_lines(sheet)
 
 
 def _interference(name: str, of: ClassSheet) -> list[str]:
@@ -194,6 +195,7 @@ def remarks_on_runs(group: Group) -> list[str]:
     for sheet in group.sheets:
         which = "" if sheet.measured.pair is None else f"run {sheet.measured.pair + 1} "
         lines += [f"{which}failed: {f.text}, first: {f.first_error}" for f in sheet.failures]
+        lines += [f"{which}{line}" for line in fault_lines(sheet)]
     return lines
 
 

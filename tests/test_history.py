@@ -1,12 +1,18 @@
-"""A metric over runs: order, change points, what is marked, what is left out."""
+"""Metrics over runs: order, change points, what is marked, what is left out, what is held of many."""
 
 import json
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from llm_bench import history, results
+from llm_bench.book import Book
 from llm_bench.errors import BenchError
 from llm_bench.history import History
 from tests import sample_arms
@@ -176,3 +182,136 @@ def test_what_changed_among_several_is_said_with_its_target(months: list[Path], 
 def test_a_line_of_values_spans_from_the_least_to_the_largest() -> None:
     assert history.line_of([0, 1, 2, 3, 4, 5, 6, 7]) == history.BARS
     assert history.line_of([5.0, 5.0]) == "▅▅"
+
+
+# ---- many runs
+
+
+def test_of_an_iterator_of_runs_one_is_in_memory_at_a_time(months: list[Path]) -> None:
+    seen: list[weakref.ref[results.Run]] = []
+    alive: list[int] = []
+
+    def runs() -> Iterator[results.Run]:
+        for folder in months:
+            alive.append(sum(ref() is not None for ref in seen))
+            run = results.load_run(folder)
+            seen.append(weakref.ref(run))
+            yield run
+            del run
+
+    found = history.histories(runs(), ["ttft_p95", "tokens_per_second"])
+    assert [h.metric.name for h in found] == ["ttft_p95", "tokens_per_second"]
+    assert [len(h.points) for h in found] == [16, 16]
+    assert max(alive) <= 1  # the one before, until the next is there
+
+
+def test_several_metrics_are_the_same_as_each_alone(months: list[Path]) -> None:
+    runs = [results.load_run(m) for m in months]
+    names = ["ttft_p95", "e2e_mean", "goodput"]
+    assert history.histories(runs, names) == [h for name in names for h in history.histories(runs, name)]
+    text = history.text(history.histories(runs, names))
+    assert [line.split(" of ")[0] for line in text.splitlines() if line.endswith("16 runs")] == names
+
+
+def test_levels_are_the_means_between_changes(months: list[Path]) -> None:
+    (got,) = told(*months)
+    values = [p.value for p in got.known if p.value is not None]
+    assert got.levels == pytest.approx([sum(values[:8]) / 8] * 8 + [sum(values[8:]) / 8] * 8)
+    (few,) = told(*months[:3])
+    assert few.levels == pytest.approx([sum(p.value or 0 for p in few.known) / 3] * 3)
+
+
+# ---- as Parquet
+
+
+def test_the_table_has_a_row_a_metric_and_run_and_says_where_it_changed(months: list[Path], tmp_path: Path) -> None:
+    found = history.histories((results.load_run(m) for m in months), ["ttft_p95", "goodput"])
+    assert history.write_parquet(found, tmp_path / "h.parquet") == 32
+    table = parquet.read_table(tmp_path / "h.parquet")
+    rows = table.to_pylist()
+    assert [r["run"] for r in rows[:16]] == [f"r{(7 * day) % 16:02d}" for day in range(16)]
+    (change,) = [r for r in rows if r["changed"]]
+    assert (change["run"], change["metric"], change["p"], change["better"]) == ("r08", "ttft_p95", 0.0025, "lower")
+    assert change["level"] == pytest.approx(124.8, abs=0.1) and rows[0]["level"] == pytest.approx(117.7, abs=0.1)
+    assert rows[0]["made"].isoformat() == "2023-11-14T22:13:20+00:00"
+    assert (rows[16]["value"], rows[16]["level"], rows[16]["reason"]) == (None, None, "no limits were given: --slo")
+    assert json.loads(table.schema.metadata[b"llm_bench"]) == {"version": 1, "of": "history"}
+    assert all(field.metadata[b"definition"] for field in table.schema)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_table_that_cannot_be_written_leaves_nothing(months: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"h\.parquet: cannot be written: .*No such file or directory"):
+        history.write_parquet(told(*months[:2]), tmp_path / "none" / "h.parquet")
+    (tmp_path / "h.parquet").mkdir()
+    with pytest.raises(BenchError, match="cannot be written"):
+        history.write_parquet(told(*months[:2]), tmp_path / "h.parquet")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_no_histories_are_a_table_without_rows() -> None:
+    assert history.table([]).num_rows == 0
+
+
+def test_the_command_writes_a_page_and_a_table_of_several_metrics(months: list[Path], tmp_path: Path) -> None:
+    words = ("history", *months, "--metric", "ttft_p95,tokens_per_second")
+    assert invoke(*words, "--format", "html", "-o", tmp_path / "t.html").exit_code == 0
+    assert (tmp_path / "t.html").read_text().count("<figure>") == 2
+    assert invoke(*words, "--format", "parquet", "-o", tmp_path / "h.parquet").exit_code == 0
+    assert parquet.read_table(tmp_path / "h.parquet").num_rows == 32
+    assert invoke(*words).output.count("of t at rate=100/s, 16 runs") == 2
+    assert "expected -o FILE" in refused(*words, "--format", "parquet")
+    assert "--metric: no name" in refused("history", *months, "--metric", ",")
+
+
+# ---- versions on disk
+
+OLD = Path(__file__).parent / "fixtures" / "run-before-tokens-counted"
+
+
+def test_a_run_of_an_earlier_version_stands_in_a_history(tmp_path: Path) -> None:
+    (got,) = history.histories([results.load_run(OLD)], "e2e_mean")
+    assert [p.value for p in got.points] == [pytest.approx(0.3847199130434782)]
+    assert results.NEWER not in got.points[0].doubts
+
+
+def test_a_run_of_a_later_version_is_read_with_a_doubt(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    shutil.copytree(OLD, folder)
+    book = json.loads((folder / "run.json").read_text())
+    assert book["llm_bench_run"] == results.FORMAT
+    (folder / "run.json").write_text(json.dumps(book | {"llm_bench_run": results.FORMAT + 1, "tides": "high"}))
+    run = results.load_run(folder)
+    (doubt,) = [d for d in run.doubts[0] if d.kind == results.NEWER]
+    assert doubt.text == "run.json is of format 2, this version of llm-bench knows 1 and reads what it knows"
+    (got,) = history.histories([run], "e2e_mean")
+    assert results.NEWER in got.points[0].doubts and got.points[0].value is not None
+
+
+def test_records_with_a_column_more_are_read_and_with_another_meaning_are_refused(tmp_path: Path) -> None:
+    def rewritten(name: str, change: Callable[[pa.Table], pa.Table]) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(OLD, folder)
+        (path,) = folder.glob("*.arrow")
+        table = pa.ipc.open_stream(path.read_bytes()).read_all()
+        metadata = table.schema.metadata
+        table = change(table).replace_schema_metadata(metadata)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        return folder
+
+    more = rewritten("more", lambda t: t.append_column("tides", pa.array(["high"] * t.num_rows)))
+    (got,) = history.histories([results.load_run(more)], "e2e_mean")
+    assert got.points[0].value == pytest.approx(0.3847199130434782)
+    at = results.load_run(OLD).cells[0].cell.table.schema.names.index("due_ns")
+    other = rewritten("other", lambda t: t.set_column(at, "due_ns", t["due_ns"].cast(pa.float64())))
+    with pytest.raises(BenchError, match=r"columns missing or of another type: \['due_ns'\]; another version wrote it"):
+        results.load_run(other)
+
+
+def test_the_book_writes_the_format_that_reports_know(tmp_path: Path) -> None:
+    written = Book(tmp_path, {})
+    try:
+        assert written.facts["llm_bench_run"] == results.FORMAT
+    finally:
+        written.close()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from llm_bench import prefixes, records, trace
+from llm_bench import neighbours, prefixes, records, trace
 from llm_bench.cell import Options
 from llm_bench.errors import BenchError
 from llm_bench.plan import Load
@@ -332,6 +332,33 @@ def test_a_class_of_any_name_and_length_gives_a_file_name(tmp_path: Path) -> Non
     sent = replay(tmp_path, rows, job={"alone_too": True})
     assert [len(cell["request_class"]) for cell in sent.cells] == [3, 1, 1, 1]
     assert any("a class alone has all the slots" in line for line in sent.said)
+
+
+def test_a_trace_keeps_its_times_beside_a_neighbour_and_each_class_is_measured_alone(tmp_path: Path) -> None:
+    rows = [{"timestamp": 40 * i, "input_length": 10 + i, "output_length": 1} for i in range(12)]
+    path, said = trace_file(tmp_path, rows), list[str]()
+    batch = tmp_path / "batch.jsonl"
+    path.rename(path := tmp_path / "chat.jsonl")
+    others = [{"timestamp": 70 * i, "input_length": 90, "output_length": 1} for i in range(20)]
+    trace_file(tmp_path, others).rename(batch)
+    beside = [neighbours.parse(f"{batch}:priority=3")]
+    with Scripted(llm_server(lambda n, seen: speak(seen))) as server:
+        job = Job([Target("t", server.url)], [Load(speed=1.0)], path, unit="ms", beside=beside, alone_too=True)
+        run(job, Options(tmp_path / "run", warmup=0), said.append, lambda text: None)
+    cells = [records.read(p) for p in sorted((tmp_path / "run").glob("*.arrow"))]
+    together, *alone = cells
+    own = [together.among("request_class", name) for name in ("chat", "batch")]
+    assert [int(of.sum()) for of in own] == [12, 7]  # 0.48 s of the trace; what comes later of the other is not sent
+    assert np.diff(together["due_ns"][own[0]]).tolist() == [40_000_000] * 11
+    assert np.diff(together["due_ns"][own[1]]).tolist() == [70_000_000] * 6
+    assert set(together["priority"][own[1]]) == {3} and set(together["priority"][own[0]]) == {0}
+    assert {cell.header["load"]["class_alone"]: cell.n for cell in alone} == {"chat": 12, "batch": 7}
+    for cell in alone:
+        of = together.among("request_class", cell.header["load"]["class_alone"])
+        assert np.diff(cell["due_ns"]).tolist() == np.diff(together["due_ns"][of]).tolist()
+    assert any("batch: 7 of 20 requests, its own times" in line for line in said)
+    (noted,) = json.loads((tmp_path / "run" / "run.json").read_text())["trace"]["beside"]
+    assert (noted["name"], noted["priority"], noted["bytes"]) == ("batch", 3, batch.stat().st_size)
 
 
 # -- the engine's own cache -------------------------------------------------------------------------------------------
