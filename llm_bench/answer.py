@@ -329,6 +329,9 @@ def _outcome(
         return "failed", "server_error_in_stream", tally.error
     whole = ended != ends.TRUNCATED
     finished = len(tally.choices) >= choices and tally.choices <= tally.finish.keys()
+    if comes.proves:
+        finished = tally.done or (not body.is_stream and whole)
+        finish_expected = True  # a probe looks for finish reasons, and this answer owes another word
     if body.garbage and (body.is_stream or ended == ends.COMPLETE):
         if not (body.is_stream and finished and tally.bore):
             return "failed", "protocol_error", body.garbage
@@ -341,7 +344,8 @@ def _outcome(
     if not heard_out:
         return "failed", "truncated_stream", _truncated(exchange, body, tokens_out)
     seen_by_usage_alone = tally.finish.get(0) == "length" and tokens_out > 0  # its tokens have no text of their own
-    if not tally.bore and asked_out != 0 and not seen_by_usage_alone and not comes.single_pass:
+    passed = comes.single_pass and bool(exchange.pieces)  # its decoder has seen that all is there
+    if not tally.bore and asked_out != 0 and not seen_by_usage_alone and not passed:
         return "failed", "empty_output", f"HTTP {status} without a token, finish_reason {tally.finish.get(0, '')!r}"
     if not finished and not framed:
         labels.append("end unproven")

@@ -11,7 +11,6 @@ import numpy as np
 from llm_bench import answer, arms, plan, prompts, selection, targets
 from llm_bench.answer import Answer
 from llm_bench.arms import Place, Rounds
-from llm_bench.dialects import DIALECTS
 from llm_bench.exchange import Exchange, Timeouts
 from llm_bench.flights import Flight
 from llm_bench.plan import Load
@@ -55,6 +54,7 @@ class Options:
     metrics_url: str = ""  # as Target.metrics, for targets that declare none
     scrape_every_s: float = 1.0
     gpu: bool = False  # read this machine's GPUs beside the run
+    faults: tuple[str, ...] = ()  # as typed, WHEN:WHAT, done in each cell
     spin_us: float = 0.0  # open loop: the last so many microseconds before a due time are waited for on the clock
     ready_s: float = 30.0
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -97,7 +97,7 @@ class Cell:
     ) -> None:
         self.options, self.target, self.found, self.load, self.place = options, target, found, load, place
         self.name = cell_name(number, target, load, None if place is None else place.pair)
-        self.dialect = DIALECTS[target.api]
+        self.dialect = target.dialect
         self.streamed = options.stream and self.dialect.comes.streams
         self._frame = TRANSPORTS[self.dialect.transport].frame
         rows, laps = plan.select(

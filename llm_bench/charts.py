@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llm_bench import metrics, svg
+from llm_bench import faults, metrics, svg
 from llm_bench.columns import Cell
 from llm_bench.metrics import Value
 from llm_bench.objectives import Slo
@@ -287,6 +287,7 @@ def _over_time(
     window = [float(x.at((edge - zero) / 1e9)) for edge in (m.window.start_ns, m.window.end_ns)]
     parts = [svg.bar(window[0], y.end, window[1] - window[0], y.start - y.end, "window")]
     parts.append(svg.axes(x, y, "seconds since the first due time", unit))
+    parts += _faults(m, x, y)
     if between is not None:
         parts.append(svg.step_band(x.at(at_s), y.at(between[0]), y.at(between[1]), css))
     parts.append(svg.steps(x.at(at_s), y.at(values), css))
@@ -299,6 +300,27 @@ def _over_time(
         f"the cell lasts {at_s[-1] - at_s[0]:.4g} s"
     )
     return Figure(title, svg.document(parts, LOW_HEIGHT, f"{title} over time", described), note)
+
+
+FAULT_LABEL = 26  # characters; the whole of it is said where it is pointed at
+
+
+def _faults(m: Measured, x: svg.Scale, y: svg.Scale) -> list[str]:
+    """A mark for each fault from its beginning to its end, with a label where there is room for it."""
+    log, zero, parts, free = faults.of_end(m.end), int(m.cell["due_ns"][0]), list[str](), -math.inf
+    for number_, done in enumerate(log.done if log else (), 1):
+        if not done.begun_ns:
+            continue
+        from_, to = (float(x.at((ns - zero) / 1e9)) for ns in (done.begun_ns, done.ended_ns))
+        from_, to = (min(max(at, x.start), x.end) for at in (from_, to))
+        parts.append(svg.bar(from_, y.end, max(to - from_, 1.5), y.start - y.end, "fault", f"{number_} {done.text}"))
+        said = f"{number_} {done.what}"
+        said = said if len(said) <= FAULT_LABEL else f"{said[: FAULT_LABEL - 1]}…"
+        left = min(from_ + 3, x.end - svg.text_width(said))
+        if left > free:
+            parts.append(svg.label(left, y.end + 10, said, "limit-name"))
+            free = left + svg.text_width(said)
+    return parts
 
 
 def scatter(m: Measured) -> Figure | None:

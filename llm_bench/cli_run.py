@@ -21,6 +21,7 @@ from llm_bench.options import (
     Drain,
     Duration,
     FailOnSlo,
+    Fault,
     Format,
     Gpu,
     Insecure,
@@ -159,6 +160,7 @@ def run(
     metrics_url: MetricsUrl = "",
     scrape_every: ScrapeEvery = 1.0,
     gpu: Gpu = False,
+    fault: Fault = [],  # noqa: B006 - typer's own
     connect_per_request: Annotated[
         bool, typer.Option("--connect-per-request", help="A new connection for each request.")
     ] = False,
@@ -253,6 +255,7 @@ def run(
         metrics_url=metrics_url,
         scrape_every_s=scrape_every,
         gpu=gpu,
+        faults=tuple(fault),
         timeouts=Timeouts(*(limit or None for limit in limits)),
         rounds=Rounds(repeat, interleave, same_salt),
         slo=slo,

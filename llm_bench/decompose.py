@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_bench.columns import Cell
-from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
+from llm_bench.series import NOTHING, SERIES, due_in, outcome_in, single_pass
 from llm_bench.server_metrics import Figures
 from llm_bench.windows import Window
 
@@ -80,7 +80,7 @@ def decompose(cell: Cell, window: Window, scraped: Figures | None = None) -> Dec
     elif not np.isnan(mean["ttft_sent"]):
         between_ms = float((cell.last_ns - cell.first_ns)[ok].mean()) / 1e6
         parts.append(Part("decode", between_ms, f"{STAMPS}, first to last token"))
-    else:
+    elif not single_pass(cell):  # which decodes nothing
         parts.append(Part("decode", None, why="the server does not say it, and nothing was streamed"))
     rest = mean["e2e"] - sum(p.ms for p in parts if p.ms is not None)
     notes = _notes(cell, window, scraped) if any(p.source.startswith(SCRAPED) for p in parts) else []

@@ -94,11 +94,12 @@ def _queueing(case: Case) -> Finding | None:
     if _explained(case):
         return None
     queue, ttft = account(case.cell, case.ok, case.server, "queue"), case.values("ttft_sent")
-    mean = float(ttft.mean()) if len(ttft) else 0.0
+    what, times = ("TTFT", ttft) if len(ttft) else ("e2e", case.values("e2e_sent"))  # whole answers have no TTFT
+    mean = float(times.mean()) if len(times) else 0.0
     if queue.ms is None or queue.ms < QUEUE_MS or queue.ms < QUEUE_SHARE * mean:
         return None
     return Finding(
-        f"{queue.ms:.0f} ms of a mean TTFT of {mean:.0f} ms are waiting in the server's queue",
+        f"{queue.ms:.0f} ms of a mean {what} of {mean:.0f} ms are waiting in the server's queue",
         "sure" if queue.source == IN_ANSWERS else "likely",
         queue.source,
         _next_of_a_queue(case),
@@ -107,7 +108,9 @@ def _queueing(case: Case) -> Finding | None:
 
 def _next_of_a_queue(case: Case) -> str:
     """By which of its causes were looked for: what was not judged explains nothing away."""
-    causes = ("small batches", "KV memory full", "preemption storm", "long prefills")
+    causes = ["small batches", "KV memory full", "preemption storm", "long prefills"]
+    if case.work == "single pass":
+        causes = causes[:1]  # nothing is kept in memory between steps: there is one
     missing = [kind for kind in causes if RULES[kind].needs(case)]
     judged = [kind for kind in causes if kind not in missing]
     if missing:

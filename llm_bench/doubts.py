@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llm_bench import same_work, windows
+from llm_bench import faults, same_work, windows
 from llm_bench.client import CLIENT_CHECKS
 from llm_bench.columns import Cell
 from llm_bench.facts import EITHER_WAY, NO_END, TOO_HIGH, TOO_LOW, Effect, Facts, Finding, stopped
@@ -16,7 +16,7 @@ from llm_bench.outcomes import failures, retried
 from llm_bench.same_work import MAX_RTT_SHARE as MAX_RTT_SHARE
 from llm_bench.same_work import MAX_TOKENS_OFF as MAX_TOKENS_OFF
 from llm_bench.same_work import Side
-from llm_bench.series import NOTHING, ONE_STAMP, SERIES, outcome_in
+from llm_bench.series import NOTHING, ONE_STAMP, SERIES, outcome_in, single_pass
 from llm_bench.steady import DRIFT_BATCHES
 from llm_bench.windows import Settling, Window
 
@@ -70,6 +70,24 @@ def _incomplete(f: Facts) -> Finding | None:
         return Finding(f"{named} is not there: what is in it is missing from rates and counts", EITHER_WAY, "Repeat it")
     found = f"the record file ends in the middle (a crash?): {f.cell.n} whole requests, later ones are lost"
     return Finding(found, EITHER_WAY, "Repeat it")
+
+
+def _faults(f: Facts) -> Finding | None:
+    log = faults.of_end(f.end)
+    many = sum(bool(done.begun_ns) for done in log.done) if log else 0
+    if not many:
+        return None
+    found = f"{many} fault{'s were' if many > 1 else ' was'} done to this cell on purpose (--fault)"
+    return Finding(
+        f"{found}: its figures are of a target in trouble", EITHER_WAY, "Compare it with no cell that had none"
+    )
+
+
+def _fault_proxy(f: Facts) -> Finding | None:
+    log = faults.of_end(f.end)
+    if log is None or log.added_ms is None:
+        return None
+    return Finding(f"through the fault proxy: adds about {log.added_ms:.3g} ms a round trip", TOO_HIGH)
 
 
 def _stopped(f: Facts) -> Finding | None:
@@ -291,6 +309,8 @@ def _cached(f: Facts) -> Finding | None:
 
 
 def _estimated(f: Facts) -> Finding | None:
+    if single_pass(f.cell):
+        return None  # there is nothing to count
     rows = int((f.ok & ~f.cell.among("tokens_out_from", "usage")).sum())
     if not rows:
         return None
@@ -382,11 +402,12 @@ def _round_trips(f: Facts) -> Finding | None:
 
 
 def _differences(f: Facts, checks: same_work.Checks) -> list[str]:
-    """Against each other target, at the same load."""
+    """Against each other target of the same kind of work, at the same load."""
     mine, others = Side(_name(f.cell), f.cell), dict[str, Side]()
+    passed = single_pass(f.cell)
     for cell in f.siblings:
         side = Side(_name(cell), cell)
-        if side.name != mine.name and side.load == mine.load and cell.n:
+        if side.name != mine.name and side.load == mine.load and cell.n and single_pass(cell) is passed:
             others.setdefault(side.name, side)
     return [d.text for other in others.values() for d in same_work.differences(mine, other, checks)]
 
@@ -408,6 +429,8 @@ def _usage(f: Facts) -> Finding | None:
 CHECKS: dict[str, Callable[[Facts], Finding | None]] = {
     "incomplete file": _incomplete,
     "ended early": _stopped,
+    "faults on purpose": _faults,
+    "fault proxy": _fault_proxy,
     "broken identity": _identities,
     "too short": _too_short,
     "warming": _warming,

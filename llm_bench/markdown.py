@@ -13,6 +13,7 @@ from llm_bench.words import (
     agreements,
     beside,
     by_target,
+    columns,
     group_lines,
     heading,
     legend,
@@ -41,13 +42,13 @@ def text(run: Run, asked: Asked) -> str:
     heads = [f"{n} ({u})" if u not in ("1", "share") else n for n, u in zip(names, units, strict=True)]
     for target, mine in by_target(sheets(run, asked)).items():
         together = groups(mine, apart=asked.runs)
-        outcomes = shown_outcomes(mine)
-        columns = ["load", *(SHORT.get(o, o) for o in outcomes), *heads]
+        outcomes, places = shown_outcomes(mine), columns(names, together)
+        over = ["load", *(SHORT.get(o, o) for o in outcomes), *(heads[at] for at in places)]
         lines += [f"### {_md(target)}", "", *(f"**{_md(line)}**\n" for line in warnings(mine))]
-        lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+        lines += [f"| {' | '.join(over)} |", f"|---|{'---:|' * (len(over) - 1)}"]
         for line in (line for group in together for line in group_lines(group)):
             counts = [str(line.outcomes[o]) for o in outcomes]
-            figures = [number(v.value, v.unit) + _small(v) for v in line.values]
+            figures = [number(v.value, v.unit) + _small(v) for v in (line.values[at] for at in places)]
             lines.append(f"| {' | '.join([_md(line.head), *counts, *figures])} |")
         lines += [
             "",

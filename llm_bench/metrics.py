@@ -17,6 +17,7 @@ from llm_bench.errors import BenchError
 from llm_bench.series import (
     NOTHING,
     SERIES,
+    SINGLE_PASS,
     Column,
     Context,
     due_in,
@@ -25,6 +26,7 @@ from llm_bench.series import (
     outcome_in,
     over,
     row_sums,
+    single_pass,
 )
 from llm_bench.windows import Window
 
@@ -57,6 +59,8 @@ def tokens_in_window(cell: Cell, window: Window, rows: np.ndarray) -> float | st
     An event weighs its own tokens where the wire says them, else tokens_out / events, else 1. A str where a whole
     answer of them does not say how many it has.
     """
+    if single_pass(cell):
+        return SINGLE_PASS
     many, out = cell.counts, cell["tokens_out"]
     whole = rows & (many == 0) & _ended_in(cell, window)
     unknown = int((whole & (out < 0)).sum())
@@ -89,7 +93,7 @@ def _tokens_per_second(cell: Cell, window: Window, _: Context) -> float | str:
 
 
 def _total_tokens_per_second(cell: Cell, window: Window, _: Context) -> float | str:
-    out = tokens_in_window(cell, window, outcome_in(cell, *_DELIVERED))
+    out = 0.0 if single_pass(cell) else tokens_in_window(cell, window, outcome_in(cell, *_DELIVERED))
     prompts = _prompt_tokens(cell, window)
     for unknown in (out, prompts):
         if isinstance(unknown, str):

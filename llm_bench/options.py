@@ -68,6 +68,7 @@ TotalTimeout = Annotated[float, typer.Option(help="Seconds of one request in all
 Workers = Annotated[str, typer.Option(help="Processes that share each cell: a number, or auto; a cap is held by one.")]
 ScrapeEvery = Annotated[float, typer.Option(help="Seconds between scrapes.")]
 Gpu = Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML, extra gpu).")]
+Fault = Annotated[list[str], typer.Option("--fault", help="WHEN:WHAT in each cell, as 30s:engine:crash; repeatable.")]
 MetricsUrl = Annotated[
     str, typer.Option(help="Scrape the servers' metrics beside the run: URL|URL, or auto (/metrics of each).")
 ]

@@ -12,9 +12,10 @@ from llm_bench import answer, clock, mistaken, pins, talk, targets
 from llm_bench.bodies import Ask, Asked
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
-from llm_bench.exchange import Exchange, Timeouts
+from llm_bench.exchange import COMPLETE, Exchange, Timeouts
 from llm_bench.printable import clean
 from llm_bench.prompts import Sizer, probe_text
+from llm_bench.protocol import json_of, path_for
 from llm_bench.request import Request
 from llm_bench.targets import Target
 
@@ -23,6 +24,7 @@ Say = Callable[[str], None]
 PINNED_PROBE_TOKENS = 32  # asked of prompts whose natural answer is one word
 RTT_PROBES = 20
 RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep anyone waiting
+PAGE_S = 10.0  # for a page about a model
 MODELS_KEPT = 50  # names in a record's header
 SETTLE_S = 10.0  # for a target to let go of what we have cut
 _DEFAULT = Timeouts()
@@ -118,7 +120,7 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
     notes: list[str] = []
     if line := targets.proxy_line(target):
         say(line)
-    row = DIALECTS[target.api]
+    row = target.dialect
     with talk.client_of(target, timeouts) as client:
         models, max_len, seen = _models(client, target, ready_s, say)
         model = target.model or (models[0] if models else "")
@@ -130,13 +132,15 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         pins.check(target, told)
         rtt_ms, connect_ms = _round_trip(target, timeouts)
         say(f"{target.name}: probing {model or target.api}")
-        wanted = Ask(model, stream=stream and row.comes.streams, extra=target.extra)
+        extra = _described(client, target, model, models)
+        wanted = Ask(model, stream=stream and row.comes.streams, extra=extra)
         ask, first, exchange = _ladder(client, target, wanted, models, timeouts, notes)
         want = row.takes.asked(_question(1), ask)
         pinned = want.pinned and _ended_at(first, want.out, want.choices, row.comes.ends_by_framing)
         sized = (0.0, 1.0, False)
-        if not row.comes.single_pass:  # it has no tokens to count
+        if not row.comes.single_pass:
             notes += _of_lengths(target.api, want, ask, pinned, first)
+        if not row.comes.single_pass or first.tokens_in >= 0:  # many a single pass has no tokens to count
             sized = _sizes(client, target, ask, timeouts, notes)
         base, per_word, cached = sized
         greedy = [_greedy(client, target, text, ask, timeouts) for text in AGREEMENT] if compared else []
@@ -273,6 +277,26 @@ def _models(
     return [row.model for row in rows], limits[0] if limits else None, (status, body)
 
 
+def _described(client: httpx.Client, target: Target, model: str, models: list[str]) -> Mapping[str, Any]:
+    """The target's `extra`, with what its server says of the model where bodies cannot be made without it."""
+    row = target.dialect
+    if row.site.described is None:
+        return target.extra
+    path, read = row.site.described
+    address = target.url + path_for(path, model)
+    try:
+        status, body = talk.page(client, "GET", address, PAGE_S)
+        return read(json_of(body) if status // 100 == 2 else {}, target.extra)
+    except httpx.HTTPError as e:
+        raise TargetError(f"target {target.name}: {address}: {type(e).__name__}: {e}") from None
+    except ValueError as e:
+        if status // 100 == 2 and not talk.is_web_page(body):
+            raise TargetError(f"target {target.name}: {address}: {e}") from None
+    exchange = Exchange(status=status, ended=COMPLETE, pieces=[body] if body else [])
+    got = answer.read(exchange, row, streamed=False, asked_out=None, pinned=False)
+    raise TargetError(mistaken.of_answer(client, target, model, models, got, exchange))
+
+
 def _round_trip(target: Target, timeouts: Timeouts) -> tuple[float | None, float | None]:
     """(median ms of a small GET on a warm connection, ms of the first on a new one minus that)."""
     samples: list[float] = []
@@ -309,7 +333,7 @@ def _ladder(
     client: httpx.Client, target: Target, ask: Ask, models: list[str], timeouts: Timeouts, notes: list[str]
 ) -> tuple[Ask, answer.Answer, Exchange]:
     """What the server takes, and its answer to the second such request: a server's first one tells of no other."""
-    takes = DIALECTS[target.api].takes
+    takes = target.dialect.takes
     first: tuple[answer.Answer, Exchange] | None = None
     for pin_lengths, include_usage, note in _LADDER:
         if (not pin_lengths and not takes.pins) or (not include_usage and not takes.usage_option):
@@ -338,7 +362,8 @@ def _sizes(
 ) -> tuple[float, float, bool]:
     """(tokens beyond the words, tokens a word, is the cache reported), from two prompts of known word counts."""
     points, cached = [], False
-    for count in (16, 256):
+    # Encoders of a single pass take 512 tokens, most of them; a word may be five.
+    for count in (8, 64) if target.dialect.comes.single_pass else (16, 256):
         request = Request(tokens_in=count, tokens_out=1, prompt=probe_text(count, f"probe {clock.now_ns()}"))
         got, _ = talk.ask(client, target, request, ask, timeouts)
         if got.tokens_in < 0:  # whatever the one token was: a server that counts has counted

@@ -80,6 +80,7 @@ class Comes(NamedTuple):
     streams: bool = True  # False: whole bodies only
     single_pass: bool = False  # an answer without tokens: ok without one, and without a TTFT
     last_word: str = ""  # what ends a stream beside the finish reason; its lack is a label
+    proves: bool = False  # that word alone is the end that a stream owes, and no finish reason is
     ends_by_framing: bool = False  # no finish reason is owed: the HTTP message's own end is the answer's
     cumulative: bool = False  # each event repeats the text before it
     counts_events: bool = False  # the server counts the tokens of each event: their sum is its usage
@@ -97,6 +98,9 @@ class Site(NamedTuple):
     at_origin: bool = False  # `ready` follows scheme, host and port, whatever path the target has
     # (path after the URL without `base`, its body -> revision, engine_version, precision, image): the first that tells
     about: tuple[tuple[str, Callable[[JsonObject], Mapping[str, str]]], ...] = ()
+    # (path of a model's page, {model} in it; the page and the target's `extra` -> the `extra` of every request): where
+    # a body cannot be made without what the server says of its model
+    described: tuple[str, Callable[[JsonObject, Mapping[str, Any]], Mapping[str, Any]]] | None = None
     headers: tuple[tuple[str, str], ...] = ()  # of every request
     key_header: tuple[str, str] = ("Authorization", "Bearer {key}")
 
@@ -118,16 +122,17 @@ class Dialect(NamedTuple):
     site: Site = Site()
     transport: str = "http"  # a row of TRANSPORTS
     tried: str = ""  # real servers whose answers were read by it; "": it is from its documents or source alone
+    made: "Callable[[Mapping[str, Any]], Dialect] | None" = None  # of a target's own table, which words the protocol
 
     def path_of(self, model: str, stream: bool) -> str:
-        path = self.path if stream or not self.whole_path else self.whole_path
-        return path.replace("{model}", _in_path(model))
+        return path_for(self.path if stream or not self.whole_path else self.whole_path, model)
 
 
-def _in_path(model: str) -> str:
-    """A model's name as part of a path: what would end the path or the request line is escaped, a slash is not."""
+def path_for(path: str, model: str) -> str:
+    """`path` with the model's name in it: what would end the path or the request line is escaped, a slash is not."""
     keep = b"/-._~:@!$&'()*+,;=0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-    return "".join(chr(byte) if byte in keep else f"%{byte:02X}" for byte in model.encode(errors="replace"))
+    name = "".join(chr(byte) if byte in keep else f"%{byte:02X}" for byte in model.encode(errors="replace"))
+    return path.replace("{model}", name)
 
 
 def never_plain(data: bytes) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from llm_bench import (
     arms,
     doctor,
+    fault_doing,
+    faults,
     neighbours,
     pairs,
     plan,
@@ -175,6 +177,15 @@ def read(job: Job, options: Options, say: Say) -> tuple[Trace, dict[str, prompts
         scrape.metrics_urls(target.metrics or options.metrics_url, target)  # refused now, not at the first cell
     if options.gpu:
         scrape_machine.gpu_reader()
+    planned = faults.parse(options.faults)
+    for target in job.targets:
+        fault_doing.check(planned, target)
+    if planned:
+        texts = ", ".join(fault.text for fault in planned)
+        patience_s = fault_doing.RECOVERY_NS / 1e9
+        say(f"faults, in each cell: {texts}; a target that refuses connections has {patience_s:g} s to come back")
+    if planned and not options.retries and any(load.concurrency for load in job.loads):
+        say("--fault: a closed loop asks a target that refuses again at once, and may empty the trace: give --retries")
     for note in [*rows.notes, *(f"{count} rows left out: {reason}" for reason, count in rows.skipped.items())]:
         say(f"trace: {note}")
     return rows, exact
@@ -191,6 +202,7 @@ def begin(
     compared: bool = False,
 ) -> Arm:
     """Start a target where it is ours to start, until `stack` ends, and ask it what a measurement has to know."""
+    declared = fault_doing.allowing(declared, faults.parse(options.faults))
     target = stack.enter_context(targets.running(declared, say, options.out / f"{declared.name}.log"))
     found = probe.probe(
         target, say, options.ready_s, stream=options.stream, timeouts=options.timeouts, compared=compared
@@ -216,7 +228,17 @@ def one(
     """Measure a cell, of which the book then knows that it has begun. Returns how it ended."""
     facts = cell.round_facts()
     book.begin_cell(cell.name, {"target": arm.target.name, "load": cell.load_facts(), **facts})
-    end = measure(cell, {**book.header({"too_long": arm.effect}), **facts}, say, live, workers, watch, fleet=fleet)
+    planned = faults.parse(cell.options.faults)
+    end = measure(
+        cell,
+        {**book.header({"too_long": arm.effect}), **facts},
+        say,
+        live,
+        workers,
+        watch,
+        planned=planned,
+        fleet=fleet,
+    )
     _stop_on_term()
     if end["turns_not_sent"]:
         say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")

@@ -10,7 +10,7 @@ import numpy as np
 from llm_bench import metrics, windows
 from llm_bench.columns import Cell
 from llm_bench.protocol import same_build
-from llm_bench.series import outcome_in
+from llm_bench.series import outcome_in, single_pass
 
 MAX_TOKENS_OFF = 0.02  # a request, prompt or answer; tokens a word of the probe's text
 MAX_SHARE_APART = 0.02  # of answers, by what ended them
@@ -70,8 +70,13 @@ def same_work(sides: Sequence[Side]) -> list[Difference]:
 
 
 def differences(a: Side, b: Side, checks: Checks | None = None) -> list[Difference]:
-    """In the order of `checks`, all by default. What only one of them says is no difference."""
+    """In the order of `checks`, all by default. What only one of them says is no difference.
+
+    Of a single pass and an answer made token by token it is the one difference: nothing else of them can be compared.
+    """
     checks = CHECKS if checks is None else checks
+    if KIND in checks and (other := _kind(a, b)):
+        return [Difference(KIND, other)]
     return [Difference(name, text) for name, check in checks.items() if (text := check(a, b))]
 
 
@@ -108,6 +113,14 @@ def costs_apart(x: Sequence[int], y: Sequence[int]) -> str:
     if not x or len(x) != len(y) or len({b - a for a, b in zip(x, y, strict=True)}) == 1:
         return ""
     return f"the same prompts cost {', '.join(map(str, x))} tokens here, {', '.join(map(str, y))} there"
+
+
+def _kind(a: Side, b: Side) -> str:
+    x, y = (single_pass(side.cell) for side in (a, b))
+    if x is y or not len(a.ok) or not len(b.ok):
+        return ""
+    said = {True: "comes of a single pass", False: "is decoded token by token"}
+    return f"an answer {said[x]} at {a.name}, {said[y]} at {b.name}"
 
 
 def _declared(a: Side, b: Side) -> str:
@@ -225,7 +238,9 @@ def _near(x: float, y: float) -> bool:
     return abs(x - y) <= MAX_TOKENS_OFF * min(x, y)
 
 
+KIND = "kind of work"
 OF_WORK: Checks = {
+    KIND: _kind,
     "declared": _declared,
     "tokenizer": _tokenizer,
     "prompt tokens": _prompt_tokens,

@@ -95,6 +95,19 @@ def outcome_in(cell: Cell, *outcomes: str) -> np.ndarray:
     return cell.among("outcome", *outcomes)
 
 
+SINGLE_PASS = "single pass: one answer, no tokens streamed"
+
+
+def single_pass(cell: Cell) -> bool:
+    """Is every ok answer of the cell of one pass: none asked for a length, none has a token, an event or a text?
+
+    By the records alone, so that a cell of any age and protocol can be told; False where none is ok.
+    """
+    ok = outcome_in(cell, "ok")
+    decoded = (cell.counts > 0) | (cell["tokens_out"] > 0) | (cell["text_bytes"] > 0) | (cell["asked_out"] >= 0)
+    return bool(ok.any()) and not (ok & decoded).any()
+
+
 def _since_first_due(cell: Cell, stamps: np.ndarray, known: np.ndarray) -> np.ndarray:
     # Stamps of a clock that has run for over 104 days do not fit float64's 53 bits; differences do.
     return np.where(known, (stamps - cell["due_ns"][:1]).astype(np.float64), np.nan)

@@ -34,7 +34,7 @@ BEFORE_START = "stopped before it had begun"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 # A worker's row of counters.
-COUNTERS = ("ready", "in_flight", "landed", "failed", "tokens", "busy", "ended", "wave_ended")
+COUNTERS = ("ready", "in_flight", "landed", "failed", "tokens", "busy", "ended", "wave_ended", "warm")
 _COLUMN = {name: i for i, name in enumerate(COUNTERS)}
 _NEXT, _OPENED_NS, _START_NS, _STOP = range(4)  # of Board.common
 _FAILED, _INTERRUPTED = 1, 2  # in _STOP
@@ -126,15 +126,6 @@ class Board:
         self.common[_START_NS] = at_ns
 
 
-class Part(NamedTuple):
-    """One worker's part of a cell. A cell that is not shared has one, without a board."""
-
-    name: str  # of its files
-    worker: int = 0
-    workers: int = 1
-    board: Board | None = None
-
-
 class SharedSlots:
     """One worker's part of a closed loop's slots; `driver.Slots` in shared memory. 45 slots over 8 workers are 45."""
 
@@ -185,6 +176,21 @@ class SharedSlots:
         self._board.opened_ns = at_ns
 
 
+class Part(NamedTuple):
+    """One worker's part of a cell. A cell that is not shared has one, without a board."""
+
+    name: str  # of its files
+    worker: int = 0
+    workers: int = 1
+    board: Board | None = None
+    slots: Callable[[Board, int, int, Sequence[int], int], SharedSlots] = SharedSlots
+    cut: bool = False  # its plan holds its own conversations alone
+
+    def firsts(self, first: Sequence[int]) -> Sequence[int]:
+        """Of a plan's conversations those that this worker begins in an open loop."""
+        return first if self.cut else first[self.worker :: self.workers]
+
+
 class Outcome(NamedTuple):
     """How a worker ended."""
 
@@ -203,7 +209,7 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
     that do not end within TERM_S are killed. SIGINT and SIGTERM of the parent are handed on in the same way, and a
     second one kills at once. Workers whose parent dies get SIGTERM from the kernel.
     """
-    alive: dict[int, _Member] = {}
+    alive: dict[int, Member] = {}
     outcomes: dict[int, Outcome] = {}
     told_s = deadline_s = float("inf")
 
@@ -231,7 +237,7 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
     before: dict[int, Any] = {}
     try:
         for number in range(workers):
-            alive[number] = _fork(number, body)
+            alive[number] = fork(number, body)
         before = {number: signal.signal(number, told) for number in STOPPING}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         while alive:
@@ -239,7 +245,7 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
                 pid, status = os.waitpid(member.pid, os.WNOHANG)
                 if pid:
                     del alive[number]
-                    outcomes[number] = _outcome(number, member.result, status, board)
+                    outcomes[number] = outcome_of(number, member.result, status, board)
             if any(o.died for o in outcomes.values()) and deadline_s == float("inf"):
                 stop(signal.SIGTERM, interrupted=False)
             if time.monotonic() > deadline_s:
@@ -262,19 +268,22 @@ def defer_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
-class _Member(NamedTuple):
+class Member(NamedTuple):
+    """A forked worker."""
+
     pid: int
     result: int  # a file in memory: a pipe would hold 64 kB, and 4 where a user has many
 
 
-def _fork(number: int, body: Callable[[int], dict[str, Any]]) -> _Member:
+def fork(number: int, body: Callable[[int], dict[str, Any]]) -> Member:
+    """Run body(number) in a process of its own, which dies with this one."""
     result = os.memfd_create("result")
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        return _Member(pid, result)
+        return Member(pid, result)
     code = 1
     try:
         for stopping in STOPPING:  # the parent's would raise KeyboardInterrupt; a loop brings handlers of its own
@@ -297,7 +306,7 @@ def _fork(number: int, body: Callable[[int], dict[str, Any]]) -> _Member:
         os._exit(code)
 
 
-def _outcome(number: int, result: int, status: int, board: Board) -> Outcome:
+def outcome_of(number: int, result: int, status: int, board: Board) -> Outcome:
     with open(result, "rb") as file:  # a descriptor, no path; its place in the file is shared with who wrote it
         file.seek(0)
         text = file.read()

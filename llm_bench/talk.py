@@ -6,7 +6,7 @@ import httpx
 
 from llm_bench import answer, clock, targets
 from llm_bench.bodies import Ask
-from llm_bench.dialects import DIALECTS
+from llm_bench.dialect_kserve import BODY_HEADERS, no_headers
 from llm_bench.exchange import (
     CLOSED,
     COMPLETE,
@@ -17,6 +17,7 @@ from llm_bench.exchange import (
     Exchange,
     Timeouts,
 )
+from llm_bench.grpc_talk import GrpcPages
 from llm_bench.request import Request
 from llm_bench.targets import Target
 
@@ -26,15 +27,21 @@ PAGE_BYTES = 1 << 24  # of a page; what is longer is no list of models
 def client_of(target: Target, timeouts: Timeouts) -> httpx.Client:
     """One that says what the load says: same headers, no proxy of the environment, nothing compressed."""
     headers = targets.auth_headers(target)
+    if target.dialect.transport == "grpc":
+        limits = httpx.Timeout(_answer_s(timeouts), connect=timeouts.connect_s)
+        return httpx.Client(transport=GrpcPages(target.url, headers, target.cafile), timeout=limits, trust_env=False)
     ours = {"User-Agent": "llm-bench", "Accept": "*/*", "Accept-Encoding": "identity"}
     ours["Content-Type"] = "application/json"
     theirs = {name.lower() for name, _ in headers}
     headers += [(name, value) for name, value in ours.items() if name.lower() not in theirs]
-    answer_s = min((s for s in (timeouts.ttft_s, timeouts.total_s) if s is not None), default=None)
-    limits = httpx.Timeout(answer_s, connect=timeouts.connect_s)
+    limits = httpx.Timeout(_answer_s(timeouts), connect=timeouts.connect_s)
     return httpx.Client(
         headers=headers, timeout=limits, verify=targets.tls(target), trust_env=False, proxy=targets.httpx_proxy(target)
     )
+
+
+def _answer_s(timeouts: Timeouts) -> float | None:
+    return min((s for s in (timeouts.ttft_s, timeouts.total_s) if s is not None), default=None)
 
 
 def page(client: httpx.Client, method: str, url: str, limit_s: float) -> tuple[int, bytes]:
@@ -60,7 +67,7 @@ def ask(
     client: httpx.Client, target: Target, request: Request, ask: Ask, timeouts: Timeouts
 ) -> tuple[answer.Answer, Exchange]:
     """One probe request, stamped as `wire` would."""
-    dialect = DIALECTS[target.api]
+    dialect = target.dialect
     exchange = Exchange()
     body = dialect.encode(request, ask)
     url = target.url + dialect.path_of(ask.model, ask.stream)
@@ -68,7 +75,8 @@ def ask(
     last_ns = None if timeouts.total_s is None else exchange.sent_ns + round(timeouts.total_s * 1e9)
     try:
         # A connection of its own: one kept alive may be closed by the server just now (llama.cpp after each stream).
-        with client.stream("POST", url, content=body, headers={"Connection": "close"}) as response:
+        headers = {"Connection": "close", **dict(BODY_HEADERS.get(dialect.transport, no_headers)(body))}
+        with client.stream("POST", url, content=body, headers=headers) as response:
             exchange.status = response.status_code
             exchange.headers = [(k.lower(), v) for k, v in response.headers.raw]
             exchange.ended = COMPLETE if response.headers.get("transfer-encoding") else CLOSED

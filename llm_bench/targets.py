@@ -4,6 +4,7 @@ import json
 import os
 import re
 import select
+import socket
 import ssl
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import httpx
 import orjson
 
 from llm_bench import proxy
-from llm_bench.dialects import DIALECTS
+from llm_bench.dialect_http import check as check_http
+from llm_bench.dialects import DIALECTS, Dialect, spoken
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.proxy import Proxy
 
@@ -39,6 +41,7 @@ ENGINE_NEEDS = ("torch", "aiohttp", "prometheus_client")
 BUILT_IN_READY_S = 120.0  # importing torch on a busy machine takes tens of seconds
 MAX_MODEL_LEN = 10**8  # ten times the longest context of today
 HIDDEN = "[key]"  # stands where a secret stood
+_PORTS = {"http": 80, "https": 443}
 LEAST_SECRET = 6  # characters: a shorter value stands in ordinary text by chance
 _NAME = re.compile(r"[\w.:\[\]-]+", re.A)  # it becomes part of file names
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -65,6 +68,7 @@ class Target:
     precision: str = ""
     image: str = ""  # of the container, best with its digest
     extra: Mapping[str, Any] = field(default_factory=dict)  # into every request's body
+    http: Mapping[str, str] = field(default_factory=dict)  # of api http: what is said and how an answer is read
     cafile: str = ""  # https with a private authority
     insecure: bool = False  # https with any certificate
     proxy: str = ""  # URL of an HTTP proxy, "env": as the environment says, "none": straight; "": nothing was asked
@@ -74,6 +78,11 @@ class Target:
     @property
     def urls(self) -> list[str]:
         return [url.strip().rstrip("/") for url in self.url.split("|")]
+
+    @property
+    def dialect(self) -> Dialect:
+        """How it is spoken to; of a checked target."""
+        return spoken(self.api, self.http)
 
     def public(self) -> dict[str, Any]:
         """As stored in headers: header values may be secrets, their names are not; a proxy without its user."""
@@ -186,6 +195,7 @@ def _declared(file: Path) -> dict[str, dict[str, Any]]:
 _TYPES: dict[str, tuple[type[Any], str]] = {
     "headers": (dict, "a table of texts"),
     "extra": (dict, "a table"),
+    "http": (dict, "a table of texts"),
     "max_model_len": (int, f"a whole number, 0 to {MAX_MODEL_LEN}"),
     "insecure": (bool, "true or false"),
 }
@@ -198,6 +208,11 @@ def _check_fact(where: str, key: str, value: Any) -> None:
         raise BenchError(f"{where} {key} is of type {type(value).__name__}, expected {words}")
     if key == "max_model_len" and not 0 <= int(value) <= MAX_MODEL_LEN:
         raise BenchError(f"{where} {key} = {value}, expected {words}")
+    if key == "http":
+        try:
+            check_http(value)
+        except ValueError as e:
+            raise BenchError(f"{where[:-1]}.http]: {e}") from None
     for name, part in dict(value).items() if key == "extra" else ():
         try:  # what one of the two would bend silently, the other refuses: nan; dates, numbers over 64 bits
             json.dumps(part, allow_nan=False)
@@ -215,6 +230,10 @@ def _checked(target: Target) -> Target:
     who = f"target {target.name}"
     if target.api not in DIALECTS:
         raise BenchError(f"{who}: unknown api {target.api!r}; known: {', '.join(DIALECTS)}")
+    if bool(target.http) is not bool(DIALECTS[target.api].made):
+        table = f"[{who.replace(' ', 's.')}.http]"
+        why = f"has a table {table}, which is of api http" if target.http else f"is worded by a table {table} alone"
+        raise BenchError(f"{who}: api {target.api} {why}; docs/targets.md has an example")
     if not target.launch:
         for url in target.urls:
             _check_url(who, url)
@@ -228,6 +247,9 @@ def _checked(target: Target) -> Target:
         raise BenchError(f"{who}: both key_env and a header {key_header}; keep one of them")
     if target.cafile:
         tls(target)
+    if DIALECTS[target.api].transport == "grpc" and (target.insecure or target.proxy not in ("", "none")):
+        what = "believes no certificate unseen: --ca FILE" if target.insecure else "goes through no proxy: --proxy none"
+        raise BenchError(f"{who}: gRPC {what}")
     return replace(target, url="|".join(target.urls))
 
 
@@ -407,12 +429,23 @@ def asked_first(target: Target, url: str) -> tuple[str, str]:
 def reachable(target: Target) -> bool:
     """Does anything still listen there? Asked when a run meets one refused connection after another."""
     _, address = asked_first(target, target.urls[0])
+    if target.dialect.transport == "grpc":  # speaks no HTTP/1.1: that it accepts is all that can be asked in passing
+        return _accepts(address)
     try:
         httpx.get(address, timeout=5.0, verify=False, trust_env=False, proxy=httpx_proxy(target))
     except httpx.TransportError:
         return False
     except httpx.HTTPError:
         return True  # an answer that cannot be read is one
+    return True
+
+
+def _accepts(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or _PORTS[parts.scheme]), 5.0).close()
+    except OSError:
+        return False
     return True
 
 

@@ -18,6 +18,7 @@ from llm_bench.words import (
     agreements,
     at_every_load,
     by_target,
+    columns,
     group_lines,
     heading,
     legend,
@@ -60,7 +61,7 @@ def text(run: Run, asked: Asked) -> str:
         console.print(Text(target, "bold"))
         for line in warnings(mine):
             console.print(Text(line, "bold yellow"))
-        for table in _tables(asked.names, together, shown_outcomes(mine), width):
+        for table in _tables(asked.names, together, shown_outcomes(mine), width, columns(asked.names, together)):
             unbound.print(table)
         for line in legend(run, asked.names, mine, "below") + runs_legend(together, "below"):
             console.print(Text(line, "dim"))
@@ -118,8 +119,13 @@ def _verdict_text(limit: str, verdict: str, why: str) -> Any:
     return Text.assemble(f"SLO {limit}: ", (verdict, VERDICT_STYLES[verdict]), f": {why}")
 
 
-def _tables(names: Sequence[str], mine: Sequence[Group], outcomes: Sequence[str], width: int) -> Iterator[Any]:
-    """As few tables as `width` allows, of about as many metrics each, every one with its load and its counts."""
+def _tables(
+    names: Sequence[str], mine: Sequence[Group], outcomes: Sequence[str], width: int, places: Sequence[int]
+) -> Iterator[Any]:
+    """As few tables as `width` allows, of about as many metrics each, every one with its load and its counts.
+
+    `places`: of the metrics among `names` that are shown.
+    """
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
@@ -130,7 +136,7 @@ def _tables(names: Sequence[str], mine: Sequence[Group], outcomes: Sequence[str]
         style = "red" if outcome == "failed" else ""
         counts = (Text(str(line.outcomes[outcome]), style if line.outcomes[outcome] else "") for line in lines)
         fixed.append([Text(SHORT.get(outcome, outcome)), *counts])
-    figures = [[_heading(name), *(_figure_text(line.values[at]) for line in lines)] for at, name in enumerate(names)]
+    figures = [[_heading(names[at]), *(_figure_text(line.values[at]) for line in lines)] for at in places]
 
     def wide(columns: Iterable[Sequence[Text]]) -> int:
         """Each column has a space on either side and a line before it; the last has a line behind it too."""

@@ -3,11 +3,14 @@
 A plan holds what `frame` makes of a body before the clock starts; `open` gives the sender that the driver uses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from llm_bench import targets
+from llm_bench.dialect_kserve import BODY_HEADERS
 from llm_bench.exchange import Exchange, Timeouts
+from llm_bench.grpc_wire import GrpcWire
+from llm_bench.kserve_messages import with_id
 from llm_bench.protocol import Dialect
 from llm_bench.targets import Target
 from llm_bench.wire import Wire
@@ -42,9 +45,10 @@ class Transport(NamedTuple):
     open: Callable[[Asked], Sender]
 
 
-def _http_frame(request_id: str, body: bytes) -> bytes:
+def _http_frame(request_id: str, body: bytes, headers: Sequence[tuple[str, str]] = ()) -> bytes:
     """The rest of the HTTP head and the body. What stands before it, keys included, is the wire's."""
-    return f"X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    own = "".join(f"{name}: {value}\r\n" for name, value in headers)
+    return f"X-Request-Id: {request_id}\r\n{own}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def _http(asked: Asked) -> Wire:
@@ -63,4 +67,26 @@ def _http(asked: Asked) -> Wire:
     )
 
 
-TRANSPORTS: dict[str, Transport] = {"http": Transport(_http_frame, _http)}
+def _grpc(asked: Asked) -> GrpcWire:
+    target, dialect = asked.target, asked.dialect
+    return GrpcWire(
+        asked.url,
+        dialect.path_of(asked.model, asked.stream),
+        targets.auth_headers(target),
+        asked.timeouts,
+        dialect.is_token if asked.stream else None,
+        cafile=target.cafile,
+        reuse=asked.reuse,
+    )
+
+
+def _with_headers(of_body: Callable[[bytes], Sequence[tuple[str, str]]]) -> Transport:
+    """HTTP, with headers that depend on the body."""
+    return Transport(lambda request_id, body: _http_frame(request_id, body, of_body(body)), _http)
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "http": Transport(_http_frame, _http),
+    "grpc": Transport(with_id, _grpc),
+    **{name: _with_headers(of_body) for name, of_body in BODY_HEADERS.items()},
+}

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from llm_bench import as_tools, outcomes, stats, windows
 from llm_bench.as_tools import Table
+from llm_bench.evidence import SERVERS, Work, work_of
 from llm_bench.interference import ONE_RUN, SEVERAL_RUNS, Factor
 from llm_bench.metrics import Value
 from llm_bench.objectives import Judged
@@ -15,6 +16,7 @@ from llm_bench.recovery_words import fault_lines
 from llm_bench.repeats import Group
 from llm_bench.results import Asked, ClassSheet, Measured, Run, Sheet
 from llm_bench.same_work import Side, agreement, first_line, same_work
+from llm_bench.series import SINGLE_PASS, single_pass
 
 _OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
 DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
@@ -31,8 +33,36 @@ GOOD_AND_ALL = (
 SHORT = {"cut_at_end": "cut"}  # outcomes as column heads
 
 
+# Of a single pass what a server says of its own time stands by default, where it does: its batching decides it.
+DEFAULT_SINGLE_PASS = ("e2e_p50", "e2e_p95", "e2e_p99", "requests_per_second", "error_rate")
+OF_ITS_SERVER = {"queue_p95": "server_queue_ms", "prefill_p95": "server_prefill_ms"}
+
+
 def streamed(run: Run) -> bool:
     return any((m.cell.header.get("settings") or {}).get("stream", True) for m in run.cells)
+
+
+def _default(run: Run) -> tuple[str, ...]:
+    """The metrics of a run that named none: those of each kind of work in it."""
+    passes = [m.cell for m in run.cells if single_pass(m.cell)]
+    told = [name for name, column in OF_ITS_SERVER.items() if any((c[column] >= 0).any() for c in passes)]
+    of_passes = (*DEFAULT_SINGLE_PASS[:3], *told, *DEFAULT_SINGLE_PASS[3:])
+    others = DEFAULT_METRICS if streamed(run) else DEFAULT_UNSTREAMED
+    if not passes:
+        return others
+    if len(passes) == len(run.cells):
+        return of_passes
+    first = [name for name in others if name not in _OF_A_CELL and name not in of_passes]
+    return (*first, *of_passes[:-2], *_OF_A_CELL)
+
+
+def columns(names: Sequence[str], mine: Sequence[Group]) -> list[int]:
+    """Places in `names` of what a target's table shows: of single passes alone, only what they have."""
+    lines = [line for group in mine for line in group_lines(group)]
+    if not all(single_pass(sheet.measured.cell) for group in mine for sheet in group.sheets):
+        return list(range(len(names)))
+    known = [at for at in range(len(names)) if any(line.values[at].value is not None for line in lines)]
+    return known or list(range(len(names)))
 
 
 def or_default(asked: Asked, run: Run) -> Asked:
@@ -41,7 +71,7 @@ def or_default(asked: Asked, run: Run) -> Asked:
     if asked.names:
         return asked
     tried_again = any(outcomes.retried(m.cell).any() for m in run.cells)
-    names = (DEFAULT_METRICS if streamed(run) else DEFAULT_UNSTREAMED) + ((RETRIED,) if tried_again else ())
+    names = _default(run) + ((RETRIED,) if tried_again else ())
     limited = tuple(limit.metric.name for limit in asked.slo.limits)
     met = ("slo_attainment", "goodput") if any(limit.bound for limit in asked.slo.limits) else ()
     return asked._replace(names=tuple(dict.fromkeys([*names, *limited, *met])))
@@ -89,7 +119,7 @@ def remarks(sheet: Sheet) -> list[str]:
     lines = [edges(sheet.measured), *steady, *([sheet.little.text] if sheet.little.rate else [])]
     said = (sheet.sending and sheet.sending.text, sheet.in_flight, sheet.energy and sheet.energy.text)
     lines += [line for line in said if line]
-    lines += _of_figures(sheet.values)
+    lines += _of_cells(sheet.values, [sheet])
     lines += [line for name, of in sheet.by_class.items() for line in _interference(name, of)]
     whole = [f"{v.name} {number(v.value, v.unit)} {v.unit}" for v in sheet.whole_run if v.value is not None]
     if whole:
@@ -168,6 +198,13 @@ def interference_legend(groups: Iterable[Group]) -> list[str]:
     return [text for sure, text in ((ONE_RUN, one), (SEVERAL_RUNS, several)) if sure in found]
 
 
+def _of_cells(values: Sequence[Value], sheets_: Sequence[Sheet]) -> list[str]:
+    """What the figures of a cell, or of its runs, rest on; a single pass has a sentence for all that it has not."""
+    if not all(single_pass(sheet.measured.cell) for sheet in sheets_):
+        return _of_figures(values)
+    return [SINGLE_PASS, *_of_figures([v for v in values if v.value is not None])]
+
+
 def _of_figures(values: Sequence[Value]) -> list[str]:
     said: dict[str, list[str]] = {}  # what holds for several figures is said once
     for v in values:
@@ -190,7 +227,7 @@ def remarks_on_runs(group: Group) -> list[str]:
     ranges = [(v, group.range_of(v.name)) for v in group.values]
     apart = [f"{v.name} {number(r[0], v.unit)} to {number(r[1], v.unit)}" for v, r in ranges if r]
     lines = [f"from the least run to the largest: {', '.join(apart)}"] if apart else []
-    lines += _of_figures(group.values)
+    lines += _of_cells(group.values, group.sheets)
     lines += [line for name, of in group.by_class.items() for line in _interference(name, of)]
     for sheet in group.sheets:
         which = "" if sheet.measured.pair is None else f"run {sheet.measured.pair + 1} "
@@ -295,12 +332,35 @@ def _counted(reasons: Mapping[str, int]) -> str:
 
 
 def not_the_same_work(run: Run) -> str:
-    """What stands above everything where the targets of a run did not do the same work; "" where they did."""
-    return first_line(same_work([Side(m.target, m.cell) for m in run.cells]))
+    """What stands above everything where the targets of a run did not do the same work; "" where they did.
+
+    Single passes are compared among themselves: that they are other work than LLM decoding is said by `kinds`.
+    """
+    passes = [single_pass(m.cell) for m in run.cells]
+    sides = [Side(m.target, m.cell) for m in run.cells]
+    found = [
+        same_work([s for s, passed in zip(sides, passes, strict=True) if passed is kind]) for kind in (False, True)
+    ]
+    return first_line([difference for of_kind in found for difference in of_kind])
+
+
+def kinds(run: Run) -> list[str]:
+    """The first decision on a server, where a run has both: what is an LLM's decoding, and what a single pass."""
+    of: dict[Work, list[str]] = {}
+    for m in run.cells:
+        if (work := work_of(m.cell, m.window)) != "unknown" and m.target not in of.setdefault(work, []):
+            of[work].append(m.target)
+    return [f"{', '.join(map(clean, names))}: {SERVERS[work]}" for work, names in of.items()] if len(of) > 1 else []
 
 
 def agreements(run: Run) -> list[str]:
-    """How far the targets of a run gave the same greedy answers: a figure, since engines round differently."""
+    """Of the targets beside each other: which kind of work each does, where they do several, and how far they gave the
+    same greedy answers: a figure, since engines round differently.
+    """
+    return kinds(run) + _agreements(run)
+
+
+def _agreements(run: Run) -> list[str]:
     firsts = {m.target: m.cell for m in reversed(run.cells)}
     pairs = ((a, b, agreement(Side(a, firsts[a]), Side(b, firsts[b]))) for a, b in combinations(sorted(firsts), 2))
     return [f"{a} and {b} gave the same greedy answer to {n[0]} of {n[1]} fixed prompts" for a, b, n in pairs if n]

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from reference_engine.config import EngineConfig
@@ -86,6 +87,10 @@ def configured(options: argparse.Namespace) -> EngineConfig:
         raise ValueError("num_blocks is given, and bytes of the pool as well; would be right: one of them")
     if config.model.startswith("sim:") and (sized or config.preemption == "swap"):
         raise ValueError(f"{config.model} has no memory; would be right: num_blocks and preemption recompute")
+    if config.model.startswith("sim:") and config.lora_dir:
+        raise ValueError(f"{config.model} computes no adapters; would be right: no lora_dir")
+    if config.lora_dir and not Path(config.lora_dir).is_dir():
+        raise ValueError(f"lora_dir is {config.lora_dir!r}; would be right: a folder")
     return config
 
 
@@ -119,7 +124,10 @@ async def serve(
         copy = None
         if isinstance(runner, ModelRunner):
             runner.warmup()
+            runner.capture()  # what graphs take is not free
             config, memory = kv_memory.settle(config, runner)
+            runner.capture()  # of the pool that was made, if it is another
+            config = replace(config, graphs="on" if runner.graphs else "off")
             config = kv_memory.with_swap(config, memory.block_bytes)
             if config.swap_blocks:
                 copy = kv_memory.HostPool(runner, config.swap_blocks).copy
@@ -129,7 +137,8 @@ async def serve(
         name = config.served_name or runner.name
         engine = Engine(
             config, runner, runner.eos_ids, name, cost_model.clock(config.time_scale)[0],
-            reload=lambda: load(config)[0], tell=_say, on_end=stop.set, copy=copy, log_step=log_step,
+            reload=partial(_reload, config, getattr(runner, "adapters", {})), tell=_say, on_end=stop.set, copy=copy,
+            log_step=log_step,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         return _usage(str(error))
@@ -157,6 +166,17 @@ async def serve(
     await engine.stop()
     await app.cleanup()
     return int(failed)
+
+
+def _reload(config: EngineConfig, adapters: dict[int, Any]) -> Any:
+    """The runner anew, with the adapters that the old one had."""
+    from reference_engine.runner import ModelRunner, load
+
+    runner, _ = load(config)
+    if isinstance(runner, ModelRunner):
+        runner.adapters = adapters
+        runner.capture()
+    return runner
 
 
 def exposed(host: str, key: bool, faults: bool) -> str:

@@ -9,8 +9,9 @@ from reference_engine import native, quant
 from reference_engine.batch import Batch, Chunk, Group, Grouped, Paged, Pages
 from reference_engine.families import Shape
 
-# Of the pool: float32 and bfloat16 as the model has them, or int8 with a float32 scale for each token and head.
-KV_DTYPES = ("auto", "int8")
+# Of the pool: as the model has it (None), or eight bits with a float32 scale for each token and head.
+STORED: dict[str, torch.dtype | None] = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+KV_DTYPES = ("auto", "int8")  # of these functions and the native ones; kernels/ have all of STORED
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +21,7 @@ class Cache:
     shape: Shape
     pages: Pages
     pool: torch.Tensor  # [layers, 2, num_blocks, kv_heads, block_size, head_dim]
-    scales: torch.Tensor | None  # of an int8 pool: [layers, 2, num_blocks, kv_heads, block_size] float32
+    scales: torch.Tensor | None  # of a pool of eight bits: [layers, 2, num_blocks, kv_heads, block_size] float32
     cos: torch.Tensor  # [positions, 1, head_dim]
     sin: torch.Tensor  # the same; the first half negated, see `rotate`
     gathered: torch.Tensor  # [2, elements] where keys and values of a group or chunk are brought together; grows
@@ -31,11 +32,12 @@ class Cache:
 
 
 def make_cache(shape: Shape, pages: Pages, like: torch.Tensor, rotation: tuple[torch.Tensor, ...], kind: str) -> Cache:
-    """An empty cache on the device of `like` and, unless `kind` is int8, in its dtype; rotation: cos and signed sin."""
+    """An empty cache on the device of `like` and in its dtype or that of `kind`; rotation: cos and signed sin."""
     # zeros, not empty: rows that a mask hides still enter a product with weight 0, and 0 · NaN is NaN
     size = (shape.layers, 2, pages.num_blocks, shape.kv_heads, pages.block_size)
-    pool = like.new_zeros(*size, shape.head_dim, dtype=torch.int8 if kind == "int8" else like.dtype)
-    scales = like.new_zeros(size, dtype=torch.float32) if kind == "int8" else None
+    stored = STORED[kind]
+    pool = like.new_zeros(*size, shape.head_dim, dtype=stored or like.dtype)
+    scales = like.new_zeros(size, dtype=torch.float32) if stored else None
     cos, sin = (t.to(like) for t in rotation)
     sizes = native.geometry(shape, pages.num_blocks, pages.block_size)
     return Cache(shape, pages, pool, scales, cos, sin, pool.new_empty(2, 0), sizes)

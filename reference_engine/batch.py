@@ -1,5 +1,6 @@
 """The work of one step as index tensors: which token stands in which row, where its K and V go, what it attends to."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 from reference_engine.sequence import Sequence
 
 Work = Items[tuple[Sequence, int]]
+LayOut = Callable[[list[Sequence], list[int]], object]  # sequences, and how many tokens each computes -> a layout
 
 # Decode rows of similar length are attended to together, padded to the longest. Few rows and a small gather stay in
 # the cache of a CPU core; a GPU wants few launches.
@@ -68,6 +70,14 @@ class Paged(NamedTuple):
     table_of_row: torch.Tensor  # [rows] int32
 
 
+class AdapterRows(NamedTuple):
+    """What an adapter is added to."""
+
+    adapter: int
+    rows: torch.Tensor
+    sampled: torch.Tensor  # the same among the rows that sample, as places in `sample_rows`
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows are the tokens of the step, decodes first, shortest first. `sampled` are the work items that get a token."""
@@ -75,15 +85,23 @@ class Batch:
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows]: block · block_size + place in it
-    layout: Grouped | Paged
+    layout: object  # Grouped, Paged, or what kernels/ read (gpu.Layout)
     sample_rows: torch.Tensor  # [len(sampled)]
     sampled: list[int]
+    adapters: tuple[AdapterRows, ...] = ()
 
 
-def build(work: Work, pages: Pages, device: torch.device, dtype: torch.dtype, paged: bool = False) -> Batch:
+def build(
+    work: Work,
+    pages: Pages,
+    device: torch.device,
+    dtype: torch.dtype,
+    paged: bool = False,
+    lay_out: LayOut | None = None,
+) -> Batch:
     """Lay out one step; dtype: of masks. n >= 1, and sequence.blocks covers computed + n: the scheduler's promise.
 
-    `paged`: for kernels that read block tables, instead of for gathers.
+    `paged`: for kernels that read block tables, instead of for gathers. `lay_out`: makes the layout of others.
     """
     decodes = sorted((i for i, (_, n) in enumerate(work) if n == 1), key=lambda i: work[i][0].computed)
     order = decodes + [i for i, (_, n) in enumerate(work) if n > 1]
@@ -109,20 +127,38 @@ def build(work: Work, pages: Pages, device: torch.device, dtype: torch.dtype, pa
     ends = [i for i, (s, n) in enumerate(work) if s.computed + n == len(s.token_ids)]
     row_of = {i: start + n - 1 for i, start, n in zip(order, starts, counts, strict=False)}
     offsets = positions % pages.block_size
-    layout: Grouped | Paged
-    if paged:
+    layout: object
+    if lay_out is not None:
+        layout = lay_out([work[i][0] for i in order], counts)
+    elif paged:
         layout = _paged([work[i][0] for i in order], counts, pages, device)
     else:
         groups = _groups([work[i][0] for i in decodes], pages, device, dtype)
         chunks = [_chunk(*work[i], starts[k], pages, device) for k, i in enumerate(order) if work[i][1] > 1]
         layout = Grouped(_on(device, _slots(blocks, offsets, pages)), groups, chunks)
+    sample_rows = np.array([row_of[i] for i in ends], np.int64)
+    owners = [work[i][0].adapter for i in order]
     return Batch(
         token_ids=_on(device, token_ids),
         positions=_on(device, positions),
         slots=_on(device, blocks * pages.block_size + offsets),
         layout=layout,
-        sample_rows=_on(device, np.array([row_of[i] for i in ends], np.int64)),
+        sample_rows=_on(device, sample_rows),
         sampled=ends,
+        adapters=_adapter_rows(owners, counts, sample_rows, device) if any(owners) else (),
+    )
+
+
+def _adapter_rows(
+    owners: list[int], counts: list[int], sample_rows: np.ndarray, device: torch.device
+) -> tuple[AdapterRows, ...]:
+    of_row = np.repeat(owners, counts)
+    of_sample = of_row[sample_rows]
+    return tuple(
+        AdapterRows(
+            number, _on(device, np.flatnonzero(of_row == number)), _on(device, np.flatnonzero(of_sample == number))
+        )
+        for number in sorted(set(owners) - {0})
     )
 
 

@@ -72,12 +72,16 @@ class Blocks:
         sequence.computed = len(hits) * self.block_size
         return True
 
-    def extend(self, sequence: Sequence) -> bool:
-        """Let the table cover all tokens of a running sequence; False changes nothing."""
+    def extend(self, sequence: Sequence, ahead: int = 0) -> bool:
+        """Let the table cover all tokens of a running sequence, and `ahead` more if that takes nothing from anybody.
+
+        False changes nothing.
+        """
         fresh = self.needed(len(sequence.token_ids)) - len(sequence.blocks)
         if fresh > len(self.free):
             return False
-        sequence.blocks += [self._take() for _ in range(fresh)]
+        wanted = self.needed(len(sequence.token_ids) + ahead) - len(sequence.blocks)
+        sequence.blocks += [self._take() for _ in range(min(max(fresh, wanted), len(self.free)))]
         return True
 
     def publish(self, sequence: Sequence) -> None:

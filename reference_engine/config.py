@@ -1,7 +1,7 @@
 """Every knob of the engine in one frozen dataclass; the server prints the effective values at start."""
 
-import re
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -23,9 +23,11 @@ class EngineConfig:
     served_name: str = knob("", "model name on the wire; empty: the model's own")
     dtype: str = knob("float32", "float32 | bfloat16")
     device: str = knob("auto", "auto | cpu | cuda")
-    cpu_kernels: str = knob("auto", "auto | torch | native: compiled once by this machine's own C++ compiler")
+    cpu_kernels: str = knob("auto", "auto: native on a CPU, triton on a GPU | torch | native: C++ | triton")
+    graphs: str = knob("auto", "auto: on a GPU with triton | on | off: decodes as CUDA graphs, sampled on the device")
+    ahead: bool = knob(True, "graphs: launch the next decode before this one's tokens are read")
     quantization: str = knob("none", "none | int8-weights: 8 bits, by output | int8: activations too, by row")
-    kv_cache_dtype: str = knob("auto", "auto: the dtype | int8: keys and values by token and head")
+    kv_cache_dtype: str = knob("auto", "auto: the dtype | int8 | fp8 (triton): keys and values, by token and head")
     block_size: int = knob(16, "tokens of a KV block")
     num_blocks: int = knob(2048, "KV blocks in the pool")
     kv_memory: str = knob("", "bytes of the pool instead of its blocks: 512MiB, 4GB; the start-up line says how many")
@@ -44,6 +46,9 @@ class EngineConfig:
     max_batch: int = knob(32, "single passes: most inputs of a batch; their tokens: max_num_batched_tokens")
     batch_wait_ms: float = knob(0.0, "single passes: longest that a batch waits to be filled while a worker is idle")
     pooling: str = knob("mean", "single passes: mean | last: whose hidden states make a text's vector")
+    lora_dir: str = knob("", "folder below which LoRA adapters may be loaded at run time; empty: none are")
+    max_loras: int = knob(8, "most adapters in one step; who brings one more waits, and who comes after it")
+    max_lora_rank: int = knob(16, "largest rank of an adapter")
     policy: str = knob("fcfs", "who is served first: fcfs | priority | fair (by the client that `user` names)")
     max_queue: int = knob(0, "most sequences that wait for a seat, later ones get 429; 0: no limit")
     queue_timeout: int = knob(0, "seconds in the queue until 503; 0: no limit")

@@ -108,12 +108,13 @@ class Engine:
         salt: bytes = b"",
         leader: Sequence | None = None,
         client: str = "",
+        adapter: int = 0,
     ) -> Sequence:
         """A sequence to submit. Raises TooLong, in the caller's thread, for what can never be served."""
         check_fits(self.config, len(token_ids), params.max_tokens)
         number = next(self._ids)
         return Sequence(number, list(token_ids), len(token_ids), params, number, priority, client,
-                        salt=salt, leader=leader, arrived_ns=arrived_ns)  # fmt: skip
+                        adapter=adapter, salt=salt, leader=leader, arrived_ns=arrived_ns)  # fmt: skip
 
     @property
     def runner(self) -> Runner | None:

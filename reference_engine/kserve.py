@@ -143,7 +143,7 @@ def _tensors(given: Any, raw: bytes) -> dict[str, Tensor]:
         if not isinstance(said, dict):
             raise ApiError(400, f"{where}: would be right: an object")
         name = said.get("name")
-        if name not in KINDS or name in tensors:
+        if type(name) is not str or name not in KINDS or name in tensors:
             raise ApiError(400, f"{where}.name is {shown(name)}; would be right: one of {', '.join(KINDS)}, each once")
         datatype, shape = said.get("datatype"), _shape(said.get("shape"), where)
         if datatype not in KINDS[name]:

@@ -96,6 +96,7 @@ def workspace_bytes(config: EngineConfig, runner: ModelRunner) -> int:
     import torch
 
     sequences, tokens = _largest_step(config)
+    tokens = min(tokens, len(runner.model.cache.cos))  # no sequence is longer, however large the budget
     blocks = -(-tokens // config.block_size)
     work = [
         (Sequence(-1, [0] * tokens, tokens, SamplingParams(1), 0, blocks=list(range(i * blocks, (i + 1) * blocks))),
@@ -164,6 +165,7 @@ def free_bytes(runner: ModelRunner) -> int:
     if runner.device.type == "cuda":
         import torch
 
+        torch.cuda.empty_cache()  # what torch keeps for itself is free
         return int(torch.cuda.mem_get_info(runner.device)[0])
     return min(_available(), _group_left())
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from reference_engine import native, quant
+from reference_engine import gpu, native, quant
 
 
 class Matrix(NamedTuple):
@@ -46,6 +46,12 @@ def _weights8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     return Matrix(lambda x: quant.product_of_weights(x, integers, by_output, bias), _parts(integers, by_output, bias))
 
 
+def _triton_weights8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    integers, scales = quant.rows(weight)
+    by_output = scales[:, 0].contiguous()
+    return Matrix(lambda x: gpu.product_of_weights(x, integers, by_output, bias), _parts(integers, by_output, bias))
+
+
 def _packed_weights8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     integers, scales = quant.rows(weight)
     panels, by_output = native.pack(integers), scales[:, 0].contiguous()
@@ -71,9 +77,12 @@ def _parts(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 # (quantization, kernels) ->
 FORMS: dict[tuple[str, str], Prepare] = {
     ("none", "torch"): _plain,
+    ("none", "triton"): _plain,
     ("none", "native"): _packed,
     ("int8-weights", "torch"): _weights8,
+    ("int8-weights", "triton"): _triton_weights8,
     ("int8-weights", "native"): _packed_weights8,
     ("int8", "torch"): _int8,
+    ("int8", "triton"): _int8,
     ("int8", "native"): _packed_int8,
 }

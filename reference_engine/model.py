@@ -1,16 +1,18 @@
 """The forward pass of Llama and its relatives over a paged KV pool: one call computes a whole step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from reference_engine import attention, native
+from reference_engine import attention, gpu, native
 from reference_engine.attention import Cache, Norms
-from reference_engine.batch import Batch, Pages
+from reference_engine.batch import Batch, Pages, Work, build
 from reference_engine.families import Divisors, Linear, Llama3, Shape, Yarn
 from reference_engine.linear import FORMS, Matrix
 from reference_engine.weights import Weights
@@ -32,6 +34,8 @@ class Kernels(NamedTuple):
     """The parts of a pass beside its products."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # x [rows, size], weight [size], eps
+    # x, sum [rows, size], weight, eps: sum += x in place, and its norm
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     store: Callable[[Cache, int, torch.Tensor, Norms, Batch], None]
     attend: Callable[[Cache, int, torch.Tensor, Batch], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]  # [rows, 2 size] -> [rows, size]
@@ -41,15 +45,31 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def _add_rms_norm(x: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _rms_norm(total.add_(x), weight, eps)
+
+
+def _add_rms_norm_native(x: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return native.rms_norm(total.add_(x), weight, eps)
+
+
 def _silu_mul(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 KERNELS: dict[str, Kernels] = {
-    "torch": Kernels(_rms_norm, attention.store, attention.attend, _silu_mul),
-    "native": Kernels(native.rms_norm, attention.store_native, attention.attend_native, native.silu_mul),
+    "torch": Kernels(_rms_norm, _add_rms_norm, attention.store, attention.attend, _silu_mul),
+    "triton": Kernels(gpu.rms_norm, gpu.add_rms_norm, gpu.store, gpu.attend, gpu.silu_mul),
+    "native": Kernels(
+        native.rms_norm, _add_rms_norm_native, attention.store_native, attention.attend_native, native.silu_mul
+    ),
 }
+
+
+# Of each layer, by the product's name in Block: what a LoRA adapter adds to it, of the product's own input.
+Adapter = tuple[dict[str, Callable[[torch.Tensor], torch.Tensor]], ...]
+NONE: Mapping[int, Adapter] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,24 +171,64 @@ def rotation(shape: Shape, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
-@torch.inference_mode()
-def forward(model: Model, batch: Batch) -> torch.Tensor:
-    """Write the K and V of every row to the pool; logits [sampled, vocab], float32, of the rows that sample."""
-    return model.head.times(hidden(model, batch, batch.sample_rows)).float()
+def lay_out(model: Model, work: Work) -> Batch:
+    """One step as the model's kernels and cache want it; see batch.build."""
+    pages, like = model.cache.pages, model.embedding
+    own = gpu.planner(model.shape, pages, like.dtype, like.device) if model.kernels == "triton" else None
+    return build(work, pages, like.device, like.dtype, model.kernels == "native", own)
 
 
 @torch.inference_mode()
-def hidden(model: Model, batch: Batch, kept: torch.Tensor | slice) -> torch.Tensor:
-    """The same up to the head: [rows, hidden] after the last norm, of the rows that are `kept`."""
+def forward(model: Model, batch: Batch, adapters: Mapping[int, Adapter] = NONE) -> torch.Tensor:
+    """Write the K and V of every row to the pool; logits [sampled, vocab], float32, of the rows that sample.
+
+    `adapters`: those that the batch names.
+    """
+    return model.head.times(hidden(model, batch, batch.sample_rows, adapters)).float()
+
+
+@torch.inference_mode()
+def hidden(
+    model: Model, batch: Batch, kept: torch.Tensor | slice, adapters: Mapping[int, Adapter] = NONE
+) -> torch.Tensor:
+    """The same up to the head: [rows, hidden] after the last norm, of the rows that are `kept`.
+
+    Those are the rows that sample, or all of a batch without adapters.
+    """
     shape, cache, eps = model.shape, model.cache, model.shape.norm_eps
-    rms_norm, store, attend, silu_mul = KERNELS[model.kernels]
+    kernels = KERNELS[model.kernels]
     rows, last = len(batch.token_ids), shape.layers - 1
-    x = F.embedding(batch.token_ids, model.embedding)
+    added = [(adapters[group.adapter], group.rows) for group in batch.adapters]
+    x = F.embedding(batch.token_ids, model.embedding)  # the sum of what the layers add; in place from here
+    normed = kernels.rms_norm(x, model.layers[0].attention_norm, eps)
     for number, layer in enumerate(model.layers):
-        qkv = layer.qkv.times(rms_norm(x, layer.attention_norm, eps)).view(rows, -1, shape.head_dim)
-        store(cache, number, qkv, layer.head_norms, batch)
-        x = x + layer.out.times(attend(cache, number, qkv, batch))
+        product = partial(_product, layer, number, added) if added else partial(_bare, layer)
+        qkv = product("qkv", normed).view(rows, -1, shape.head_dim)
+        kernels.store(cache, number, qkv, layer.head_norms, batch)
+        found = product("out", kernels.attend(cache, number, qkv, batch))
         if number == last:  # what follows serves only the rows that are kept
-            x = x[kept]
-        x = x + layer.down.times(silu_mul(layer.gate_up.times(rms_norm(x, layer.ffn_norm, eps))))
-    return rms_norm(x, model.norm, eps)
+            x, found = x[kept], found[kept]
+            added[:] = [(adapters[group.adapter], group.sampled) for group in batch.adapters]
+        normed = kernels.add_rms_norm(found, x, layer.ffn_norm, eps)
+        made = product("down", kernels.silu_mul(product("gate_up", normed)))
+        normed = kernels.add_rms_norm(
+            made, x, model.norm if number == last else model.layers[number + 1].attention_norm, eps
+        )
+    return normed
+
+
+def _bare(layer: Block, name: str, x: torch.Tensor) -> torch.Tensor:
+    matrix: Matrix = getattr(layer, name)
+    return matrix.times(x)
+
+
+def _product(
+    layer: Block, number: int, added: list[tuple[Adapter, torch.Tensor]], name: str, x: torch.Tensor
+) -> torch.Tensor:
+    """One of the layer's products, and what adapters add to it for the rows that are theirs."""
+    out = _bare(layer, name, x)
+    for adapter, rows in added:
+        delta = adapter[number].get(name)
+        if delta and len(rows):
+            out.index_add_(0, rows, delta(x[rows]))
+    return out

@@ -26,6 +26,7 @@ from reference_engine.openai_api import (
     Kind,
     Range,
 )
+from reference_engine.scoring import MOST_TOP
 
 Schema = dict[str, Any]
 JSON, SSE, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
@@ -41,6 +42,8 @@ ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
     ("POST", "/v1/completions"): ("An answer to a prompt", (400, 401, 404, 408, 413, 429, 500, 503)),
     ("POST", "/v1/chat/completions"): ("An answer to a conversation", (400, 401, 404, 408, 413, 429, 500, 503)),
     ("POST", "/v1/embeddings"): ("A vector of each text", (400, 401, 404, 408, 413, 429, 500, 503)),
+    ("POST", "/v1/load_lora_adapter"): ("Load a LoRA adapter (--lora-dir)", (400, 401, 408, 413, 500, 503)),
+    ("POST", "/v1/unload_lora_adapter"): ("Unload one that nobody uses", (400, 401, 404, 408, 409, 413, 500, 503)),
     ("GET", "/v2"): ("The server, in KServe v2's words", (401,)),
     ("GET", "/v2/health/live"): ("As /health", (500, 503)),
     ("GET", "/v2/health/ready"): ("As /ready", (503,)),
@@ -60,9 +63,11 @@ ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
 def document(routes: Iterable[tuple[str, str]], vocab_size: int, max_body_bytes: int) -> Schema:
     """`routes`: those of ROUTES that are served."""
     bodies = {
-        "/v1/completions": _generate(COMPLETION, vocab_size),
+        "/v1/completions": {"anyOf": [_generate(COMPLETION, vocab_size), _score(vocab_size)]},
         "/v1/chat/completions": _generate(CHAT, vocab_size),
         "/v1/embeddings": _embed(vocab_size),
+        "/v1/load_lora_adapter": _texts("lora_name", "lora_path"),
+        "/v1/unload_lora_adapter": _texts("lora_name"),
         "/v2/models/{model}/infer": INFER,
         "/fault": {"oneOf": [_fault(name) for name in FAULTS]},
     }
@@ -119,6 +124,8 @@ KSERVE_ERROR: Schema = {"type": "object", "required": ["error"], "properties": {
 def _answer(path: str) -> Schema:
     kinds = {
         "/metrics": (TEXT,),
+        "/v1/load_lora_adapter": (TEXT,),
+        "/v1/unload_lora_adapter": (TEXT,),
         "/v2/models/{model}/infer": (JSON, BYTES),
         "/v1/completions": (JSON, SSE),
         "/v1/chat/completions": (JSON, SSE),
@@ -126,7 +133,7 @@ def _answer(path: str) -> Schema:
     return {"description": "the answer", "content": {kind: {} for kind in kinds.get(path, (JSON,))}}
 
 
-def _generate(kind: Kind, vocab_size: int) -> Schema:
+def _prompt(vocab_size: int) -> Schema:
     ids: Schema = {
         "type": "array",
         "minItems": 1,
@@ -134,6 +141,27 @@ def _generate(kind: Kind, vocab_size: int) -> Schema:
     }
     text: Schema = {"type": "string", "minLength": 1}
     alone: Schema = {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": [text, ids]}}
+    return {"anyOf": [text, ids, alone]}
+
+
+def _score(vocab_size: int) -> Schema:
+    return {
+        "type": "object",
+        "description": "The log probabilities of the prompt's own tokens; not of a simulated model",
+        "required": ["prompt", "echo", "max_tokens", "logprobs"],
+        "properties": {
+            "model": {"type": ["string", "null"]},
+            "prompt": _prompt(vocab_size),
+            "echo": {"const": True},
+            "max_tokens": {"const": 0},
+            "logprobs": {"type": "integer", "minimum": 0, "maximum": MOST_TOP},
+            "stream": {"enum": [None, False]},
+            "n": {"enum": [None, 1]},
+        },
+    }
+
+
+def _generate(kind: Kind, vocab_size: int) -> Schema:
     stop: Schema = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
     flags: Schema = {name: _or_null({"type": "boolean"}) for name in STREAM_FLAGS}
     properties: Schema = {
@@ -149,7 +177,7 @@ def _generate(kind: Kind, vocab_size: int) -> Schema:
         properties["messages"] = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": MESSAGE}
         return {"type": "object", "required": ["messages"], "properties": properties}
     del properties["max_completion_tokens"]
-    properties["prompt"] = {"anyOf": [text, ids, alone]}
+    properties["prompt"] = _prompt(vocab_size)
     return {"type": "object", "required": ["prompt"], "properties": properties}
 
 
@@ -169,6 +197,11 @@ def _embed(vocab_size: int) -> Schema:
     }
     properties |= {name: {"enum": [None]} for name in NO_SUCH}
     return {"type": "object", "required": ["input"], "properties": properties}
+
+
+def _texts(*names: str) -> Schema:
+    text: Schema = {"type": "string", "minLength": 1, "maxLength": LONGEST_NAME}
+    return {"type": "object", "required": [*names], "properties": dict.fromkeys(names, text)}
 
 
 TENSOR: Schema = {

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reference_engine import attention, batch, model
+from reference_engine import attention, model
+from reference_engine.batch import Batch
 from reference_engine.runner_api import Pass
 from reference_engine.sequence import SamplingParams, Sequence
 
@@ -41,8 +42,7 @@ def make(runner: "ModelRunner", pooling: str) -> Pass:
         if blocks > scratch.cache.pages.num_blocks:
             scratch = replace(scratch, cache=_cache(runner, blocks))
         work = [(s, s.prompt_len) for s in sequences]
-        paged, dtype = runner.kernels == "native", scratch.embedding.dtype
-        laid_out = batch.build(work, scratch.cache.pages, runner.device, dtype, paged)
+        laid_out = model.lay_out(scratch, work)
         return _vectors(pool(scratch, laid_out, [n for _, n in work]))
 
     return compute
@@ -55,18 +55,18 @@ def _cache(runner: "ModelRunner", blocks: int) -> attention.Cache:
     return attention.make_cache(own.shape, pages, runner.model.embedding, (own.cos, own.sin), "auto")
 
 
-def _mean(encoder: model.Model, laid_out: batch.Batch, lengths: list[int]) -> torch.Tensor:
+def _mean(encoder: model.Model, laid_out: Batch, lengths: list[int]) -> torch.Tensor:
     states = model.hidden(encoder, laid_out, slice(None)).float()
     ends = (laid_out.sample_rows + 1).tolist()  # of all work: each text is computed to its end
     return torch.stack([states[end - n : end].mean(0) for end, n in zip(ends, lengths, strict=True)])
 
 
-def _last(encoder: model.Model, laid_out: batch.Batch, lengths: list[int]) -> torch.Tensor:
+def _last(encoder: model.Model, laid_out: Batch, lengths: list[int]) -> torch.Tensor:
     return model.hidden(encoder, laid_out, laid_out.sample_rows).float()
 
 
 # Which hidden states a text's vector is made of: the mean of all its tokens', or the last token's, which saw them all.
-POOLINGS: dict[str, Callable[[model.Model, batch.Batch, list[int]], torch.Tensor]] = {"mean": _mean, "last": _last}
+POOLINGS: dict[str, Callable[[model.Model, Batch, list[int]], torch.Tensor]] = {"mean": _mean, "last": _last}
 
 
 def _vectors(pooled: torch.Tensor) -> list["array[float]"]:

@@ -14,6 +14,9 @@ from reference_engine.tokenizer import ByteTokenizer, HFTokenizer, TextTokenizer
 if TYPE_CHECKING:  # torch takes seconds to import; a simulated model starts without it, so its users import it late
     import torch
 
+    from reference_engine.ahead import Stepper
+    from reference_engine.families import Shape
+    from reference_engine.model import Adapter
     from reference_engine.weights import Weights
 
 
@@ -77,10 +80,12 @@ class ModelRunner:
             )
         positions = min(config.max_model_len or shape.max_positions, config.pool_tokens)
         _known("quantization", config.quantization, {form for form, _ in linear.FORMS})
-        _known("kv_cache_dtype", config.kv_cache_dtype, attention.KV_DTYPES)
         self.device = torch.device(_device(config.device))
         torch.set_num_threads(config.compute_threads)
-        self.kernels = _kernels(config, self.device, weights.embedding.dtype)
+        self.kernels = _kernels(config, shape, self.device, weights.embedding.dtype)
+        self.graphs = _graphs(config, self.kernels, self.device)
+        stored = attention.STORED if self.kernels == "triton" else attention.KV_DTYPES
+        _known("kv_cache_dtype", config.kv_cache_dtype, stored)
         self.name = name
         self.vocab_size = shape.vocab_size
         self.eos_ids = eos_ids
@@ -88,30 +93,41 @@ class ModelRunner:
         self.embedding_size = shape.hidden_size
         self.seed = config.seed
         self.parameters = sum(t.numel() for t in weights.tensors())
-        self.quantization = config.quantization
+        self.quantization, self.kv_cache_dtype = config.quantization, config.kv_cache_dtype
         self.model = model.make(
             weights.to(self.device), config.num_blocks, config.block_size, positions, self.kernels,
             config.quantization, config.kv_cache_dtype,
         )  # fmt: skip
+        self.adapters: dict[int, model.Adapter] = {}  # by number
+        self._most_rows, self._ahead = config.max_num_seqs, config.ahead
+        self.graphs_bytes = 0
+        self._stepper: Stepper | None = None  # of the model's pool; None until there is something captured
         self.weights_bytes = self.model.bytes()
         self.kv_bytes = self.model.cache.bytes()
 
     def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:
         """One forward pass over all the work, then one token for each sequence whose end it reached."""
+        if self._stepper and self._stepper.graphs.model is self.model:
+            return self._stepper.execute(work)
         import torch
 
-        from reference_engine import batch, model, sampler
+        from reference_engine import model, sampler
 
-        paged, dtype = self.kernels == "native", self.model.embedding.dtype
-        laid_out = batch.build(work, self.model.cache.pages, self.device, dtype, paged)
+        laid_out = model.lay_out(self.model, work)
         sequences = [work[i][0] for i in laid_out.sampled]
         with torch.inference_mode():  # the sampler writes into the logits, which only this mode may do
-            logits = model.forward(self.model, laid_out)
+            logits = model.forward(self.model, laid_out, self.adapters)
             sampled = sampler.sample(logits, sequences, self.eos_ids, self.seed)
         tokens: list[int | None] = [None] * len(work)
         for i, token in zip(laid_out.sampled, sampled, strict=True):
             tokens[i] = token
         return tokens
+
+    def read_adapter(self, folder: Path, max_rank: int) -> "tuple[Adapter, int]":
+        """A LoRA adapter's weights on the device, and its rank; may run beside a step. Raises WeightsError."""
+        from reference_engine import lora_weights
+
+        return lora_weights.read(folder, self.model, max_rank)
 
     def single_pass(self, pooling: str) -> Pass:
         """For one thread, which may run beside the one that executes."""
@@ -130,6 +146,26 @@ class ModelRunner:
         sequence.computed = n - 1
         self.execute([(sequence, 1)])
 
+    def capture(self) -> None:
+        """Where decodes go by graphs: make them for the pool as it is now, which nobody must be using yet."""
+        if not self.graphs or (self._stepper and self._stepper.graphs.model is self.model):
+            return
+        from reference_engine import ahead
+
+        self._stepper = None  # what the old ones hold of memory goes first
+        before = self._free()
+        self._stepper = ahead.make(self, self._most_rows, self._ahead)
+        self.graphs_bytes = before - self._free()
+
+    def _free(self) -> int:
+        """Bytes of a GPU that nobody holds; of a CPU, where graphs hold nothing, 0."""
+        import torch
+
+        if self.device.type == "cpu":
+            return 0
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
     def facts(self) -> dict[str, str | int]:
         """What was effectively chosen, for the server's start-up line."""
         import torch
@@ -140,6 +176,8 @@ class ModelRunner:
             "quantization": self.quantization,
             "kv_cache_dtype": str(self.model.cache.pool.dtype).removeprefix("torch."),
             "cpu_kernels": self.kernels,
+            "graphs": len(self._stepper.graphs.sizes) if self._stepper else 0,
+            "graphs_bytes": self.graphs_bytes,
             "threads": torch.get_num_threads(),
             "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
             "parameters": self.parameters,
@@ -165,16 +203,39 @@ def _known(name: str, found: str, known: Iterable[str]) -> None:
         raise ValueError(f"{name} {found!r}: would be right: {' or '.join(sorted(known))}")
 
 
-def _kernels(config: EngineConfig, device: "torch.device", dtype: "torch.dtype") -> str:
-    """Which row of model.KERNELS computes. Raises ValueError where native ones were asked for and cannot be had."""
+def _kernels(config: EngineConfig, shape: "Shape", device: "torch.device", dtype: "torch.dtype") -> str:
+    """Which row of model.KERNELS computes: the one place that chooses. Raises ValueError for what cannot be had."""
+    from reference_engine import gpu
+
+    wanted = config.cpu_kernels
+    _known("cpu_kernels", wanted, ("auto", "torch", "native", "triton"))
+    if wanted == "torch":
+        return wanted
+    if wanted == "native" or (wanted == "auto" and device.type == "cpu"):
+        return _native(config, device, dtype)
+    problem = gpu.problem(shape, dtype, device)
+    if problem and wanted == "triton":
+        raise ValueError(f"cpu_kernels 'triton': {problem}")
+    if problem:
+        print(f"reference_engine: {problem}; torch computes instead", file=sys.stderr, flush=True)
+    return "torch" if problem else "triton"
+
+
+def _graphs(config: EngineConfig, kernels: str, device: "torch.device") -> bool:
+    """Whether decodes go by graphs. Raises ValueError where they were asked for and cannot be had."""
+    _known("graphs", config.graphs, ("auto", "on", "off"))
+    if config.graphs == "on" and kernels != "triton":
+        raise ValueError(f"graphs 'on' with kernels {kernels!r}: would be right: triton")
+    return config.graphs == "on" or (config.graphs == "auto" and kernels == "triton" and device.type == "cuda")
+
+
+def _native(config: EngineConfig, device: "torch.device", dtype: "torch.dtype") -> str:
+    """`native`, or `torch` where only the best was asked for. Raises ValueError where native ones were."""
     import torch
 
     from reference_engine import native
 
     wanted = config.cpu_kernels
-    _known("cpu_kernels", wanted, ("auto", "torch", "native"))
-    if wanted == "torch":
-        return wanted
     if (device.type, dtype) != ("cpu", torch.float32):
         if wanted == "native":
             raise ValueError(f"cpu_kernels 'native' with {dtype} on {device.type}: would be right: float32 on the cpu")

@@ -30,15 +30,15 @@ def sample(logits: torch.Tensor, sequences: Items[Sequence], eos_ids: frozenset[
     return tokens
 
 
-def uniform(sequence: Sequence, seed: int) -> float:
+def uniform(sequence: Sequence, seed: int, later: int = 0) -> float:
     """A number in [0, 1) for the next token: a hash of (seed, position), so it survives preemption and any batching.
 
-    A sequence without a seed takes the engine's and its own id.
+    A sequence without a seed takes the engine's and its own id. `later`: for the token so many after the next.
     """
     own = sequence.params.seed
     stream = (0, seed, sequence.id) if own is None else (1, own, 0)
     low = 2**64 - 1  # clients may send any integer; Python's & makes it a 64-bit pattern
-    key = struct.pack("<4Q", *(part & low for part in (*stream, sequence.output_len)))
+    key = struct.pack("<4Q", *(part & low for part in (*stream, sequence.output_len + later)))
     return (int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 

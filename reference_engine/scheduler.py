@@ -99,6 +99,8 @@ class Scheduler:
         self.slots = list(range(config.swap_blocks if config.preemption == "swap" else 0))  # free ones
         self.copies = Copies([], [])  # of the step that was planned last
         self.line = Line(seats=config.max_num_seqs)
+        # Tokens that a running sequence has room for beyond its next: the runner computes them before it is asked to.
+        self._ahead = int(config.graphs == "on" and config.ahead)
         self._left = self._left_tokens = 0
         self._shares = Shares()
         self._batch_ended_ns = 0
@@ -228,6 +230,7 @@ class Scheduler:
         assert not self.ended or self.running or self.next, "a batch has ended and holds blocks"
         self.blocks.check([*self.running, *self.ended])
         assert len(self.running) <= self.config.max_num_seqs
+        assert len({s.adapter for s in self.running} - {0}) <= self.config.max_loras, "a step has too many adapters"
         for queue in queues:
             assert queue == sorted(queue, key=self.key), "a queue is out of order"
 
@@ -267,7 +270,8 @@ class Scheduler:
         False: it keeps what it has and waits for those behind it, all of them spared; or it was the last and gave way.
         """
         sequence = self.running[i]
-        while not self.blocks.extend(sequence):
+        ahead = self._ahead if sequence.output_len + 1 < sequence.params.max_tokens else 0
+        while not self.blocks.extend(sequence, ahead):
             behind = self.running[i + 1 :]
             # Spared is who has made nothing since its last preemption. Such a one needs no room: it has its blocks.
             victim = next((v for v in reversed(behind) if len(v.token_ids) > v.evicted_len), None)
@@ -324,6 +328,8 @@ class Scheduler:
             if _awaits_leader(sequence):
                 i += 1
                 continue
+            if sequence.adapter and not self._has_room_for(sequence.adapter):
+                return
             hits = self.blocks.match(sequence)
             n = len(sequence.token_ids) - max(len(hits) * self.config.block_size, sequence.swapped)
             # Without chunks it must fit whole. A preempted one may have outgrown every budget: it comes back in chunks.
@@ -338,6 +344,11 @@ class Scheduler:
             n = min(n, budget)
             work.append((sequence, n))
             budget -= n
+
+    def _has_room_for(self, adapter: int) -> bool:
+        """Whether a step may have it, beside those of all who run."""
+        adapters = {s.adapter for s in self.running} - {0}
+        return adapter in adapters or len(adapters) < self.config.max_loras
 
     def _count_admission(self, sequence: Sequence, now_ns: int) -> None:
         if sequence.scheduled_ns:

@@ -5,10 +5,13 @@ being served wait for one piece and not for a whole text. Nothing of it is cache
 whose KV came from the prefix cache has no logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from reference_engine import openai_api
+from reference_engine.openai_api import COMPLETION, ApiError, Ask
+from reference_engine.runner_api import Runner
 from reference_engine.sequence import SamplingParams, Sequence
 from reference_engine.tokenizer import Tokenizer
 
@@ -25,6 +28,30 @@ class Scored(NamedTuple):
     token: int
     logprob: float | None  # natural; None of the first, which follows nothing
     top: list[tuple[int, float]]  # the likeliest tokens here, best first, lowest id first among equals
+
+
+def is_scoring(body: Mapping[str, Any]) -> bool:
+    """Whether a body of /v1/completions asks for the log probabilities of its own prompt, as OpenAI's first API has
+    it and vLLM keeps it: `echo` without an answer, and `logprobs` likeliest tokens at each place."""
+    numbers = [body.get("max_tokens"), body.get("logprobs")]
+    return body.get("echo") is True and all(type(n) is int for n in numbers) and numbers[0] == 0
+
+
+def parse_scoring(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
+    """Of a body that `is_scoring`. Raises ApiError as `openai_api.parse` does."""
+    plain = {**body, "echo": None, "logprobs": None, "max_tokens": 1}
+    ask = openai_api.parse(plain, COMPLETION, model, vocab_size)
+    if ask.stream or ask.n != 1:
+        raise ApiError(400, "echo without an answer is one whole choice; would be right: stream false, n 1", "echo")
+    if not 0 <= body["logprobs"] <= MOST_TOP:
+        shown = openai_api.shown(body["logprobs"])
+        raise ApiError(400, f"logprobs is {shown}; would be right: an integer from 0 to {MOST_TOP}", "logprobs")
+    return ask
+
+
+def scorer(runner: Runner | None) -> "ModelRunner | None":
+    """The runner if it computes logits: one that only takes the time has no model. Told without importing torch."""
+    return cast("ModelRunner", runner) if hasattr(runner, "model") else None
 
 
 def score(runner: "ModelRunner", token_ids: list[int], top: int) -> Iterator[list[Scored]]:
@@ -46,11 +73,11 @@ def score(runner: "ModelRunner", token_ids: list[int], top: int) -> Iterator[lis
 def _pieces(runner: "ModelRunner", token_ids: list[int], top: int) -> Iterator[list[Scored]]:
     import torch
 
-    from reference_engine import attention, batch, model
+    from reference_engine import attention, model
 
     size = runner.model.cache.pages.block_size
     blocks = -(-len(token_ids) // size)
-    own, kind = runner.model.cache, "auto" if runner.model.cache.scales is None else "int8"
+    own, kind = runner.model.cache, runner.kv_cache_dtype
     pages = own.pages._replace(num_blocks=blocks)
     cache = attention.make_cache(own.shape, pages, runner.model.embedding, (own.cos, own.sin), kind)
     scoring = replace(runner.model, cache=cache)
@@ -59,9 +86,7 @@ def _pieces(runner: "ModelRunner", token_ids: list[int], top: int) -> Iterator[l
     for start in range(0, len(token_ids) - 1, PIECE):  # the last token's logits are of a token that is not there
         n = min(PIECE, len(token_ids) - 1 - start)
         sequence.computed = start
-        dtype = runner.model.embedding.dtype
-        laid_out = batch.build([(sequence, n)], pages, runner.device, dtype, runner.kernels == "native")
-        laid_out = replace(laid_out, sample_rows=torch.arange(n, device=runner.device))
+        laid_out = replace(model.lay_out(scoring, [(sequence, n)]), sample_rows=torch.arange(n, device=runner.device))
         logprobs = model.forward(scoring, laid_out).double().log_softmax(-1)
         following = token_ids[start + 1 : start + 1 + n]
         yield [Scored(t, float(row[t]), likeliest(row, top)) for t, row in zip(following, logprobs.cpu(), strict=True)]

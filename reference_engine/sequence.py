@@ -35,6 +35,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)  # block table: position p is in blocks[p // block_size]
     hashes: list[bytes] = field(default_factory=list)  # chain over the full blocks of token_ids, as far as asked for
     published: int = 0  # leading blocks that were offered for reuse
+    adapter: int = 0  # number of the LoRA adapter that is added to the model for it; 0: none. Its salt says it too
     salt: bytes = b""  # only sequences of one salt share blocks
     leader: "Sequence | None" = None  # has the same prompt and computes it first; this one waits to share its blocks
     cached: int = 0  # prompt tokens taken from the prefix cache at first admission

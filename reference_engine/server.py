@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from reference_engine import faults, kserve, openapi, pass_routes
+from reference_engine import faults, kserve, openapi, pass_routes, scoring
 from reference_engine.admission import Refused
 from reference_engine.answer import Answer, Choice, Entry
-from reference_engine.engine import Engine, EngineDownError
+from reference_engine.engine import Engine, EngineDownError, out_of_memory
 from reference_engine.faults import Fault
 from reference_engine.intake import CHARS_A_TOKEN as CHARS_A_TOKEN
 from reference_engine.intake import LONG_TEXT, body_of, own_id
+from reference_engine.lora import Adapters, Loaded
 from reference_engine.openai_api import (
     CHAT,
     COMPLETION,
@@ -33,8 +34,9 @@ from reference_engine.openai_api import (
     Shell,
     error_body,
     parse,
+    usage_of,
 )
-from reference_engine.reply import error_response, json_response, outcome_of, reset, stream, whole
+from reference_engine.reply import delay, error_response, json_response, outcome_of, reset, stream, whole
 from reference_engine.scheduler import TooLong
 from reference_engine.single_pass import SinglePass
 from reference_engine.telemetry import REFUSED as REFUSED_REASONS
@@ -67,6 +69,8 @@ class Server:
         self.log = log
         self.allow_faults = allow_faults
         self.passes = SinglePass(engine)
+        self.adapters = Adapters(engine, model, engine.config.lora_dir, engine.config.max_lora_rank)
+        self._scores = asyncio.Lock()  # a text that is scored has KV beside the pool: one at a time
         self.open = 0  # requests that are being answered
         self.drained_by_ns = 0  # when what is open will be cut off; 0: not draining
         self.created = int(time.time())  # the wall clock: OpenAI's `created` is a date
@@ -145,14 +149,21 @@ class Server:
         return json_response(200, orjson.dumps(openapi.document(served, self.vocab_size, MAX_BODY_BYTES)))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        model = {
-            "id": self.model,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "reference_engine",
-            "max_model_len": self.engine.config.context,
-        }
-        return json_response(200, orjson.dumps({"object": "list", "data": [model]}))
+        common = {"object": "model", "created": self.created, "owned_by": "reference_engine"}
+        limits = {"max_model_len": self.engine.config.context}
+        rows = [{"id": self.model, **common, **limits}]
+        rows += [
+            {"id": adapter.name, **common, "parent": self.model, "root": adapter.path, **limits}
+            for adapter in self.adapters.loaded.values()
+        ]
+        return json_response(200, orjson.dumps({"object": "list", "data": rows}))
+
+    async def load_adapter(self, request: web.Request) -> web.StreamResponse:
+        self._check_draining()
+        return web.Response(text=await self.adapters.load(await body_of(request)))
+
+    async def unload_adapter(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=await self.adapters.unload(await body_of(request)))
 
     async def state(self, request: web.Request) -> web.StreamResponse:
         """Effective configuration and state; at idle also whether every block came back."""
@@ -222,24 +233,62 @@ class Server:
     async def _answer(
         self, kind: Kind, request: web.Request, entry: Entry, troubles: dict[str, Fault]
     ) -> web.StreamResponse:
-        ask = parse(await body_of(request), kind, self.model, self.vocab_size)
-        if ask.priority and self.engine.config.policy != "priority":
-            raise ApiError(
-                400, f"priority needs the policy 'priority', this is {self.engine.config.policy!r}", "priority"
-            )
-        choices = self._choices(kind, ask, await self._tokens(ask), entry.received_ns)
-        shell = Shell(kind, entry.request_id, int(time.time()), self.model)
-        self.engine.check_queue()
-        entry.answer = answer = Answer(self.engine, kind, ask, shell, choices)
-        try:
-            answer.submit()
-            if not ask.stream:
-                return await whole(answer, troubles)
-            if self.engine.faults:
-                troubles |= faults.struck(self.engine.faults, "stream")
-            return await stream(answer, request, entry, troubles)
-        finally:
-            answer.close()
+        body = await body_of(request)
+        if kind is COMPLETION and scoring.is_scoring(body):
+            return await self._score(body, entry, troubles)
+        with self.adapters.used(body.get("model")) as adapter:
+            model = adapter.name if adapter else self.model
+            ask = parse(body, kind, model, self.vocab_size)
+            if ask.priority and self.engine.config.policy != "priority":
+                raise ApiError(
+                    400, f"priority needs the policy 'priority', this is {self.engine.config.policy!r}", "priority"
+                )
+            choices = self._choices(kind, ask, await self._tokens(ask), entry.received_ns, adapter)
+            shell = Shell(kind, entry.request_id, int(time.time()), model)
+            self.engine.check_queue()
+            entry.answer = answer = Answer(self.engine, kind, ask, shell, choices)
+            try:
+                answer.submit()
+                if not ask.stream:
+                    return await whole(answer, troubles)
+                if self.engine.faults:
+                    troubles |= faults.struck(self.engine.faults, "stream")
+                return await stream(answer, request, entry, troubles)
+            finally:
+                answer.close()
+
+    async def _score(self, body: dict[str, Any], entry: Entry, troubles: dict[str, Fault]) -> web.StreamResponse:
+        """The log probabilities of a prompt, a piece of it between two steps; who leaves ends it after that piece."""
+        self.engine.check_alive()
+        if body.get("model") in self.adapters.loaded:
+            raise ApiError(400, "echo: a LoRA adapter scores nothing; would be right: the model itself", "model")
+        ask = scoring.parse_scoring(body, self.model, self.vocab_size)
+        ids = await self._tokens(ask)
+        if len(ids) > self.engine.config.context:
+            text = f"the prompt has {len(ids)} tokens; would be right: at most {self.engine.config.context}"
+            raise ApiError(400, text, "prompt")
+        scored: list[scoring.Scored] = []
+        async with self._scores:
+            self.engine.check_alive()
+            runner = scoring.scorer(self.engine.runner)
+            if runner is None:
+                raise ApiError(400, f"echo: the model {self.model!r} is simulated and has no log probabilities", "echo")
+            try:
+                pieces = scoring.score(runner, ids, body["logprobs"])
+            except ValueError as error:
+                raise ApiError(400, str(error), "prompt") from error
+            while piece := await self.engine.ask(partial(_piece, pieces)):
+                scored += piece
+        if piece is None:
+            self.engine.telemetry.failed_allocations += 1
+            raise Refused("oom", "memory did not suffice to score the prompt", self.engine.retry_after_s())
+        logprobs = await asyncio.to_thread(scoring.as_completion, self.tokenizer, scored)
+        text = ask.text or self.tokenizer.decode(ids)
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+        entry.outcome = "length"
+        await delay(troubles)
+        shell = Shell(COMPLETION, entry.request_id, int(time.time()), self.model)
+        return json_response(200, shell.whole([choice], {"usage": usage_of(len(ids), 0, 0)}))
 
     def _http_error(self, status: str, request: web.Request, entry: Entry) -> web.StreamResponse:
         """A planted fault. Raises ApiError unless it is a reset."""
@@ -268,7 +317,7 @@ class Server:
         except ChatError as error:
             raise ApiError(400, str(error), "messages") from error
 
-    def _choices(self, kind: Kind, ask: Ask, ids: list[int], arrived_ns: int) -> list[Choice]:
+    def _choices(self, kind: Kind, ask: Ask, ids: list[int], arrived_ns: int, adapter: Loaded | None) -> list[Choice]:
         """n sequences of one prompt; where blocks are shared, the first computes it. Raises TooLong."""
         room = max(1, self.engine.config.context - len(ids))
         default = room if kind is CHAT else min(DEFAULT_MAX_TOKENS, room)
@@ -281,7 +330,8 @@ class Server:
                 params if params.seed is None else replace(params, seed=params.seed + i),
                 arrived_ns=arrived_ns,
                 priority=ask.priority,
-                salt=ask.salt,
+                salt=adapter.salt(ask.salt) if adapter else ask.salt,
+                adapter=adapter.number if adapter else 0,
                 leader=choices[0].sequence if choices and shares else None,
                 client=ask.client,
             )
@@ -305,6 +355,8 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/completions"): Route(partial(Server.generate, kind=COMPLETION)),
     ("POST", "/v1/chat/completions"): Route(partial(Server.generate, kind=CHAT)),
     ("POST", "/v1/embeddings"): Route(pass_routes.embed),
+    ("POST", "/v1/load_lora_adapter"): Route(Server.load_adapter),
+    ("POST", "/v1/unload_lora_adapter"): Route(Server.unload_adapter),
     ("GET", "/v2"): Route(pass_routes.v2),
     ("GET", "/v2/health/live"): Route(pass_routes.v2_live, open=True),
     ("GET", "/v2/health/ready"): Route(pass_routes.v2_ready, open=True),
@@ -315,6 +367,16 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/fault"): Route(Server.list_faults),
     ("DELETE", "/fault"): Route(Server.clear_faults),
 }
+
+
+def _piece(pieces: Iterator[list[scoring.Scored]]) -> list[scoring.Scored] | None:
+    """The next; empty: there is none. None: memory did not suffice, which is no fault of the step loop it runs in."""
+    try:
+        return next(pieces, [])
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return None
 
 
 def _verdict(check: Callable[[], None]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from llm_bench import answer, clock, exchange, retry
 from llm_bench.bodies import Ask
-from llm_bench.dialects import DIALECTS, Chunk, Usage
+from llm_bench.dialects import DIALECTS, Chunk
 from llm_bench.exchange import Timeouts
 from llm_bench.framing import CHUNKS, FRAMINGS
 from llm_bench.request import Request
@@ -15,14 +15,16 @@ from llm_bench.targets import Target
 from llm_bench.transport import TRANSPORTS, Asked
 from tests.fixtures import cut, raw_reads
 from tests.fixtures import exchange as seen_by_the_socket
-from tests.fixtures.protocols import MODEL, SPEAKS, body_of, script, serve
+from tests.fixtures.protocols import MODEL, OVER_HTTP, SPEAKS, body_of, script, serve
 from tests.scripted import Scripted, http_response
 
 TEXTS = ["ebb ", "and ", "flöw"]
 GAP_MS = 10.0
 REQUEST = Request(tokens_in=5, tokens_out=len(TEXTS), prompt="low water")
 OPENAI = ("openai-chat", "openai-completions")
-every = pytest.mark.parametrize("name", DIALECTS)
+every = pytest.mark.parametrize("name", OVER_HTTP)
+STREAM = [name for name in OVER_HTTP if DIALECTS[name].comes.streams]
+streamed = pytest.mark.parametrize("name", STREAM)
 
 
 def target_of(name, server, **facts) -> Target:
@@ -30,8 +32,12 @@ def target_of(name, server, **facts) -> Target:
     return Target("t", root + DIALECTS[name].site.base, api=name, model=MODEL, **facts)
 
 
-def ask_of(stream: bool) -> Ask:
-    return Ask(MODEL, stream=stream)
+def ask_of(name: str, stream: bool) -> Ask:
+    """As a probe would have it, with what the server's own page says of the model."""
+    row = DIALECTS[name]
+    described = row.site.described
+    extra = described[1](SPEAKS[name].pages[f"/v2/models/{MODEL}"], {}) if described else {}
+    return Ask(MODEL, stream=stream and row.comes.streams, extra=extra)
 
 
 def sent(name, server, *, stream=True, cancel_after_s=None, retries=0, timeouts=None):
@@ -41,8 +47,9 @@ def sent(name, server, *, stream=True, cancel_after_s=None, retries=0, timeouts=
     target = target_of(name, server)
 
     async def one():
-        sender = transport.open(Asked(target, target.url, row, MODEL, stream, limits))
-        payload = transport.frame("r-0", row.encode(REQUEST, ask_of(stream)))
+        ask = ask_of(name, stream)
+        sender = transport.open(Asked(target, target.url, row, MODEL, ask.stream, limits))
+        payload = transport.frame("r-0", row.encode(REQUEST, ask))
         try:
             return await retry.retrying(sender.send, retries)(payload, cancel_after_s)
         finally:
@@ -52,9 +59,10 @@ def sent(name, server, *, stream=True, cancel_after_s=None, retries=0, timeouts=
 
 
 def read(name, tried, *, stream=True):
-    return answer.read(
-        tried.exchange, DIALECTS[name], streamed=stream, asked_out=len(TEXTS), pinned=False, finish_expected=True
-    )
+    row = DIALECTS[name]
+    asked_out = row.takes.asked(REQUEST, ask_of(name, stream)).out
+    stream = stream and row.comes.streams
+    return answer.read(tried.exchange, row, streamed=stream, asked_out=asked_out, pinned=False, finish_expected=True)
 
 
 def answered(name, script_, **more):
@@ -64,10 +72,10 @@ def answered(name, script_, **more):
 
 
 def test_every_row_has_a_server_to_be_tried_on():
-    assert list(SPEAKS) == list(DIALECTS)
+    assert list(SPEAKS) == OVER_HTTP
 
 
-@every
+@streamed
 def test_a_good_stream_is_ok_with_its_text_its_stamps_and_its_counts(name):
     speaks = SPEAKS[name]
     got, tried = answered(name, script(name, speaks.stream(TEXTS), GAP_MS))
@@ -84,7 +92,7 @@ def test_a_good_stream_is_ok_with_its_text_its_stamps_and_its_counts(name):
     assert (got.event_ns[-1] - got.event_ns[0]) / 1e6 > GAP_MS  # two gaps, less what the reads were late
 
 
-@every
+@streamed
 def test_a_stream_that_comes_at_once_is_as_many_tokens(name):
     pieces = SPEAKS[name].stream(TEXTS)
     joined = b"".join(data for _, data in script(name, pieces))
@@ -97,7 +105,7 @@ def test_a_stream_that_comes_at_once_is_as_many_tokens(name):
 def test_an_error_before_the_stream_is_its_status_and_the_servers_text(name):
     status, body, text = SPEAKS[name].refused
     got, _ = answered(name, body_of(body, status))
-    kind = "rejected" if status == 503 else f"http_{status // 100}xx"
+    kind = "rejected" if status in (429, 503) else f"http_{status // 100}xx"
     assert (got.outcome, got.error_kind, got.status) == ("failed", kind, status)
     assert text in got.error
 
@@ -110,7 +118,7 @@ def test_a_model_that_is_not_there_is_its_status_and_the_servers_text(name):
     assert text in got.error
 
 
-@every
+@streamed
 def test_an_error_inside_the_stream_fails_it_with_the_servers_text(name):
     speaks = SPEAKS[name]
     begun = [*speaks.begins(5), *speaks.tokens(TEXTS, 5)[:1]]
@@ -126,7 +134,7 @@ def test_an_error_inside_the_stream_fails_it_with_the_servers_text(name):
     assert got.error_kind == "server_error_in_stream"
 
 
-@every
+@streamed
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_stream_that_is_cut_is_truncated_and_its_tokens_are_kept(name, how):
     speaks = SPEAKS[name]
@@ -137,7 +145,7 @@ def test_a_stream_that_is_cut_is_truncated_and_its_tokens_are_kept(name, how):
     assert len(got.event_ns) == 2
 
 
-@every
+@streamed
 def test_a_stream_that_ends_cleanly_without_its_last_words_is_truncated_where_it_owes_some(name):
     speaks = SPEAKS[name]
     begun = [*speaks.begins(5), *speaks.tokens([*TEXTS, "more"], 5)[:2]]
@@ -148,7 +156,7 @@ def test_a_stream_that_ends_cleanly_without_its_last_words_is_truncated_where_it
         assert (got.outcome, got.error_kind) == ("failed", "truncated_stream")
 
 
-@every
+@streamed
 def test_an_answer_without_a_token_is_empty(name):
     speaks = SPEAKS[name]
     got, _ = answered(name, script(name, [*speaks.begins(5), *speaks.ends([], 5)]))
@@ -158,7 +166,7 @@ def test_an_answer_without_a_token_is_empty(name):
     assert (got.outcome, got.error_kind) == ("failed", owed)
 
 
-@every
+@streamed
 def test_a_planned_cancel_closes_the_connection_and_is_no_failure(name):
     speaks = SPEAKS[name]
     begun = [*speaks.begins(5), *speaks.tokens([*TEXTS, "more"], 5)[:2]]
@@ -196,7 +204,7 @@ def test_overload_is_rejected_and_retry_after_is_heard(name, status):
     assert tried.retry_wait_ns < 400e6  # as Retry-After said, and not the half second of our own
 
 
-@every
+@streamed
 def test_a_whole_answer_is_ok_without_stamps(name):
     speaks = SPEAKS[name]
     reply = [(0, http_response(200, json.dumps(speaks.whole(TEXTS, 5)).encode(), dict(speaks.head)))]
@@ -208,7 +216,7 @@ def test_a_whole_answer_is_ok_without_stamps(name):
         assert got.tokens_out_from == "usage"
 
 
-@every
+@streamed
 def test_no_token_in_time_is_a_timeout_of_the_first_token_and_silence_after_it_one_of_stall(name):
     speaks = SPEAKS[name]
     limits = Timeouts(ttft_s=0.1, stall_s=0.1, total_s=5.0)
@@ -233,14 +241,15 @@ def test_a_good_server_of_the_protocol_is_asked_where_it_listens_with_its_header
 
 def test_the_key_goes_where_the_protocol_has_it(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "secret-key")
-    for name, row in DIALECTS.items():
+    for name in OVER_HTTP:
+        row = DIALECTS[name]
         header, form = row.site.key_header
         with Scripted(serve(name)) as server:
             target = target_of(name, server, key_env="SOME_KEY")
 
-            async def one(target=target, row=row):
+            async def one(target=target, row=row, name=name):
                 sender = TRANSPORTS[row.transport].open(Asked(target, target.url, row, MODEL, True, Timeouts()))
-                await sender.send(TRANSPORTS[row.transport].frame("r", row.encode(REQUEST, ask_of(True))))
+                await sender.send(TRANSPORTS[row.transport].frame("r", row.encode(REQUEST, ask_of(name, True))))
                 sender.close()
 
             clock.run(one())
@@ -265,7 +274,7 @@ def _read_in(name, pieces):
     return answer.read(x, DIALECTS[name], streamed=True, asked_out=3, pinned=False)
 
 
-@every
+@streamed
 def test_every_split_of_a_stream_gives_the_same_answer(name):
     body = b"".join(data for _, data in script(name, SPEAKS[name].stream(TEXTS))[1:])
     whole = _read_in(name, [body])
@@ -278,7 +287,7 @@ def test_every_split_of_a_stream_gives_the_same_answer(name):
 
 
 def test_chunks_are_borders_wherever_the_reads_fall():
-    chunked = [name for name, row in DIALECTS.items() if row.comes.framing == CHUNKS]
+    chunked = [name for name in STREAM if DIALECTS[name].comes.framing == CHUNKS]
     for name in chunked:
         body = b"".join(data for _, data in script(name, [b"one", b" two", b"{", b" three"])[1:])
         got = [_read_in(name, cut(body, [at])) for at in range(len(body))]
@@ -403,16 +412,3 @@ def test_trtllm_serves_blanks_after_an_event_are_read_over():
     pieces = [piece.replace(b"}\n\n", b"} \n\n") for piece in SPEAKS["openai-chat"].stream(TEXTS)]
     got, _ = answered("openai-chat", script("openai-chat", pieces))
     assert (got.outcome, got.labels, got.text) == ("ok", [], "".join(TEXTS))
-
-
-def test_a_single_pass_has_an_answer_without_a_token_and_no_first_one():
-    row = DIALECTS["llamacpp"]
-    single = row._replace(
-        decode=lambda data: Chunk(usage=Usage(len(json.loads(data)["embedding"]))),
-        comes=row.comes._replace(streams=False, single_pass=True),
-    )
-    x = seen_by_the_socket([(5, b'{"embedding": [0.5]}')])
-    got = answer.read(x, single, streamed=False, asked_out=None, pinned=False)
-    assert (got.outcome, got.labels, got.event_ns, got.tokens_in, got.tokens_out) == ("ok", [], [], 1, 0)
-    half = seen_by_the_socket([(5, b'{"embedding": [')], exchange.TRUNCATED, error="the server closed the connection")
-    assert answer.read(half, single, streamed=False, asked_out=None, pinned=False).error_kind == "truncated_stream"

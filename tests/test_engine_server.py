@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference_engine import server
+from reference_engine import intake
 from reference_engine.__main__ import exposed
 from reference_engine.config import EngineConfig
 from reference_engine.engine import Engine
@@ -434,7 +434,7 @@ def test_other_refusals_are_error_objects_with_their_status() -> None:
         async with serving() as served:
             unknown = await call(served.port, COMPLETIONS, {"model": "nope", "prompt": "x"})
             assert (unknown.status, unknown.json["error"]["code"]) == (404, 404)
-            assert (await call(served.port, "/v1/embeddings", {})).json["error"]["type"] == "NotFoundError"
+            assert (await call(served.port, "/v1/images/generations", {})).json["error"]["type"] == "NotFoundError"
             assert (await call(served.port, COMPLETIONS)).status == 405
             huge = await call(served.port, COMPLETIONS, b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}')
             assert (huge.status, huge.json["error"]["code"]) == (413, 413)
@@ -480,7 +480,7 @@ def test_the_whole_key_is_compared_however_much_of_it_is_right(monkeypatch: pyte
 
 
 def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_S", 0.05)
+    monkeypatch.setattr(intake, "BODY_S", 0.05)
 
     async def main() -> None:
         async with serving() as served:
@@ -675,7 +675,7 @@ def test_it_stops_on_sigterm_with_streams_open() -> None:
         (["--policy", "lifo"], "policy is 'lifo'"),
         (["--batching", "lazy"], "batching is 'lazy'"),
         (["--max-queue", "-1"], "max_queue is -1; would be right: 0 or more"),
-        (["--log-requests", "/no/such/folder/log"], "--log-requests: "),
+        (["--log-requests", "/no/such/folder/log"], "--log-requests, --log-steps: "),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
     ],
 )

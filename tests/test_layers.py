@@ -12,15 +12,15 @@ LAYERS = """errors limits printable clock exchange http1 stats steady pairs chan
 captured agentic formats containers sheet arrange trace workload doctor trace_report trace_plot fit
 model_file law synth servegen goodness goodness_plot anonymise mix neighbours selection prompts bodies
 framing protocol dialect_openai dialect_anthropic dialect_chunks dialect_llamacpp dialect_responses
-dialect_sglang dialect_tgi dialect_triton dialect_http kserve_messages dialect_pooling kserve_tensors
-dialect_kserve dialect_kserve_grpc dialects answer null_target host calibration proxy prometheus
-server_names server_metrics scrape_machine targets grpc_wire grpc_talk talk mistaken pins probe scrape
-plan arms shapes columns records retry connection wire flights driver shards transport cell beside
-faults fault_doing measure book run windows series outcomes slo metrics decompose energy objectives
-identities sending facts client evidence diagnose_client diagnose_memory diagnose_queue diagnose_server
-diagnose_stream diagnose_replicas diagnose same_work doubts as_tools interference results repeats
-recovery recovery_words words timeline svg definitions grid terminal_report markdown export parquet
-charts html_report report rules gate pairing gate_report equal_arms compare history trend
+dialect_sglang dialect_tgi dialect_triton dialect_http grpc_frames kserve_messages dialect_pooling
+kserve_tensors dialect_kserve dialect_kserve_grpc dialects answer null_target host calibration proxy
+prometheus server_names server_metrics scrape_machine targets grpc_wire grpc_talk talk mistaken pins
+probe scrape plan arms shapes columns records retry connection wire flights driver shards transport cell
+beside faults fault_doing measure book run windows series outcomes slo metrics decompose energy
+objectives identities sending facts client evidence diagnose_client diagnose_memory diagnose_queue
+diagnose_server diagnose_stream diagnose_replicas diagnose same_work doubts as_tools interference
+results repeats recovery recovery_words words timeline svg definitions grid terminal_report markdown
+export parquet charts html_report report rules gate pairing gate_report equal_arms compare history trend
 diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask carried kv_gauge knobs
 kv_plan capacity_fleet capacity_plan capacity_report search_evidence search_backlog search search_report
 search_run selfcheck terminal options cli_run convert cli_trace cli_gate cli_canary cli_capacity
@@ -36,8 +36,9 @@ selection prompts bodies dialects answer plan windows series slo metrics objecti
 columns outcomes identities sending facts client same_work as_tools timeline charts rules gate compare
 history kv_cache curves capacity batch_window accelerators sheet arrange law framing protocol
 dialect_openai dialect_responses dialect_tgi dialect_triton dialect_sglang dialect_llamacpp
-dialect_anthropic dialect_chunks interference neighbours trend""".split()
-PURE_ENGINE = "sequence admission blocks policies scheduler account faults openapi".split()
+dialect_anthropic dialect_chunks interference neighbours trend grpc_frames kserve_messages
+dialect_kserve_grpc faults recovery recovery_words""".split()
+PURE_ENGINE = "sequence admission blocks policies scheduler account faults openapi batcher embeddings kserve".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 
 

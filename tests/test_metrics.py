@@ -508,6 +508,7 @@ def test_windows_and_gaps_of_many_batches_are_those_of_a_plain_loop(
             events=sorted(due + e for e in events),
             end=due + 99,
             tokens_out=3 * len(events),
+            asked_out=30,  # of a single pass no length is asked
             event_choice=[k % 2 for k in range(len(events))] if choices and i % 2 else [],
         )
         for i, (events, due) in enumerate(shapes)

@@ -10,17 +10,18 @@ import threading
 import pytest
 
 from llm_bench import mistaken, pins, probe, probe_report, targets
+from llm_bench.dialect_http import EXAMPLE
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.protocol import json_of, same_build
 from llm_bench.targets import Target
 from tests.certificates import make_certificate
-from tests.fixtures.protocols import MODEL, SPEAKS, body_of, serve
+from tests.fixtures.protocols import MODEL, OVER_HTTP, SPEAKS, body_of, serve
 from tests.scripted import Scripted, http_response
 
-every = pytest.mark.parametrize("name", DIALECTS)
+every = pytest.mark.parametrize("name", OVER_HTTP)
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Welcome to nginx!</title></head><body>hello</body></html>"
-WITHOUT_LIST = [name for name, row in DIALECTS.items() if not row.site.models]
+WITHOUT_LIST = [name for name in OVER_HTTP if not DIALECTS[name].site.models]
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +67,12 @@ def test_a_good_server_is_found_out_by_its_own_pages(name):
     assert found.told == speaks.told
     assert found.lengths_pinned is (bool(row.takes.pins))
     assert found.finish_reason_seen is bool(speaks.finish)
-    assert found.usage_in_stream is (name not in ("trtllm-triton", "torchserve", "ray-serve"))
+    assert found.usage_in_stream is (name not in ("trtllm-triton", "torchserve", "ray-serve") and row.comes.streams)
     assert found.cached_reported is (speaks.counts[2] >= 0)
-    assert found.ttft_ms is not None
+    assert (found.ttft_ms is not None) is row.comes.streams
     assert found.rtt_ms is not None
-    assert any("has no way to ask for it" in note for note in found.notes) is (row.takes.pins == ())
-    says_limit = name in ("openai-chat", "openai-completions", "openai-responses", "tgi", "llamacpp")
+    assert any("has no way to ask for it" in n for n in found.notes) is (not row.takes.pins and row.comes.streams)
+    says_limit = row.site == DIALECTS["openai-chat"].site or name in ("openai-responses", "tgi", "llamacpp")
     assert found.max_model_len == (512 if says_limit else None)
     rows = dict(probe_report.check_rows(at(server, name), found))
     assert rows["protocol (api)"] == name
@@ -84,7 +85,7 @@ def test_a_model_that_is_not_there(name):
         target = at(server, name, model="nope")
         if row.takes.model == "":  # one model, whatever it is called: said, and no error
             found = probe.probe(target, silent, 5.0)
-            assert name == "ray-serve" or any("'nope' is not among" in note for note in found.notes)
+            assert not row.site.models or any("'nope' is not among" in note for note in found.notes)
             return
         said = refused(target)
     assert "nope" in said
@@ -118,8 +119,9 @@ def test_a_key_that_only_the_generation_wants(name):
 
 def _others():
     """Each row as OpenAI's chat and the reverse: what a user most often mixes up."""
-    for name, row in DIALECTS.items():
-        if row.site != DIALECTS["openai-chat"].site and name != "anthropic-messages":
+    for name in OVER_HTTP:
+        row = DIALECTS[name]
+        if row.site != DIALECTS["openai-chat"].site and name not in ("anthropic-messages", "http"):
             yield "openai-chat", name
             yield name, "openai-chat"
 
@@ -129,7 +131,7 @@ def test_a_protocol_given_as_another(name, api):
     with Scripted(serve(name)) as server:
         said = refused(at(server, name, api))
     if name not in ("torchserve", "ray-serve"):  # their pages are at other places
-        sign = "triton-generate" if "tri" in name else name
+        sign = {"tei-rerank": "tgi"}.get(name, "triton-generate" if "tri" in name or "kserve" in name else name)
         assert f"it answers as --api {sign} would at http://127.0.0.1" in said
     assert "correct the URL" in said or f"is it {api}?" in said or "probe request failed" in said
 
@@ -322,7 +324,8 @@ def test_declared_builds_are_keys_of_targets_toml(tmp_path):
 
 @every
 def test_every_row_is_an_api_that_can_be_named(name, tmp_path):
-    (found,) = targets.parse("t=http://h:1", tmp_path / "none.toml", {"api": name})
+    table = {"http": EXAMPLE} if name == "http" else {}
+    (found,) = targets.parse("t=http://h:1", tmp_path / "none.toml", {"api": name, **table})
     assert found.api == name
 
 

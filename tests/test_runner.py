@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 
 def tiny(**knobs: Any) -> ModelRunner:
-    runner, _ = load(EngineConfig(**({"num_blocks": 64, "device": "cpu"} | knobs)))
+    runner, _ = load(EngineConfig(**({"num_blocks": 64, "device": "cpu", "threads": 1} | knobs)))
     assert isinstance(runner, ModelRunner)
     return runner
 

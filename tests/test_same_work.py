@@ -26,6 +26,10 @@ def between(**fields: Any) -> dict[str, str]:
 
 # check -> (what is different of b, what is said)
 TROUBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "kind of work": (  # and nothing else of the two: its lengths, its tokens, its ends
+        {"events": [], "end": 90, "tokens_in": 9, "finish_reason": "", "probe": {"model": "n"}},
+        "an answer is decoded token by token at a, comes of a single pass at b",
+    ),
     "declared": ({"probe": {"model": "n"}}, "model 'm' at a, 'n' at b"),
     "tokenizer": ({"probe": {"tokens_per_word": 1.5}}, "a word costs 1.3 tokens at a, 1.5 at b"),
     "prompt tokens": ({"tokens_in": 107}, "prompt tokens a request 100 at a, 107 at b (+7.0%)"),

@@ -1,0 +1,403 @@
+"""Faults are done when they are due, by a process beside, and what came of them is written down; the TCP proxy too."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_bench import fault_doing, faults
+from llm_bench.clock import now_ns
+from llm_bench.errors import BenchError, TargetError
+from llm_bench.fault_doing import Net, Trouble, allowing, beside, check
+from llm_bench.faults import Done, Log, parse
+from llm_bench.targets import Target
+from tests.scripted import Scripted, Seen, http_response
+
+QUIET = "http://127.0.0.1:1/v1"
+
+
+def target(url: str = QUIET, **fields: Any) -> Target:
+    return Target("t", url, **fields)
+
+
+def done(folder: Path, texts: Sequence[str], of: Target, block: Callable[[Trouble], None] | float = 0.3) -> Log:
+    """What became of faults while the block ran, or for so many seconds."""
+    path = faults.path_of(folder, "c")
+    with beside(of, parse(texts), path, lambda text: None) as trouble:
+        trouble.begun(now_ns())
+        time.sleep(block) if isinstance(block, float) else block(trouble)
+    return faults.read(path)
+
+
+def test_each_fault_is_done_at_its_time_on_the_runs_clock(tmp_path: Path) -> None:
+    with Scripted(lambda n, seen: [(0, http_response(200 if seen.path == "/v1/ok" else 404, b"no such"))]) as server:
+        url = server.url
+        log = done(tmp_path, [f"100ms:POST {url}/ok {{}}", "200ms:cmd:echo hi", f"50ms:GET {url}/x"], target(url), 0.5)
+    of = {d.what.split()[0]: d for d in log.done}
+    assert [d.planned_ns - log.start_ns for d in log.done] == [50_000_000, 100_000_000, 200_000_000]
+    assert all(d.begun_ns >= d.planned_ns for d in log.done)
+    assert all(d.ended_ns >= d.begun_ns for d in log.done)
+    assert (of["POST"].ok, of["POST"].result) == (True, "HTTP 200")
+    assert (of["GET"].ok, of["GET"].result) == (False, "HTTP 404 no such")
+    assert (of["cmd:echo"].ok, of["cmd:echo"].result) == (True, "exit code 0: hi")
+    assert {seen.path for seen in server.requests} == {"/v1/ok", "/v1/x"}
+    assert log.added_ms is None
+
+
+def test_what_fails_is_said_and_harms_nothing(tmp_path: Path) -> None:
+    texts = ["0s:POST http://127.0.0.1:1/", "0s:cmd:/no/such/thing", "0s:sh:echo a; echo b >&2; exit 3", "9s:cmd:true"]
+    log = done(tmp_path, texts, target())
+    said = {d.what: (d.ok, d.result) for d in log.done}
+    assert said["sh:echo a; echo b >&2; exit 3"] == (False, "exit code 3: a b")
+    assert said["cmd:true"] == (False, "not done: the cell had ended before")
+    assert said["cmd:/no/such/thing"][1].startswith("FileNotFoundError")
+    assert said["POST http://127.0.0.1:1/"][1].startswith("ConnectionRefusedError")
+    assert not any(ok for ok, _ in said.values())
+    assert [d.begun_ns for d in log.done if d.what == "cmd:true"] == [0]
+
+
+def test_a_signal_reaches_its_process(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        shell = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+        assert shell.stdout
+        try:
+            grandchild = int(shell.stdout.readline())
+            log = done(tmp_path, [f"0s:signal:TERM:{grandchild}", f"0s:signal:KILL:{other.pid}"], target())
+            found = {d.what.split(":")[1]: (d.ok, d.result) for d in log.done}
+            assert found["TERM"] == (True, "SIGTERM sent")
+            assert found["KILL"] == (False, f"not done: {other.pid} is of this run itself")  # a child of ours
+            assert shell.wait(5) in (0, 143)
+            assert other.poll() is None
+        finally:
+            other.kill()
+            shell.kill()
+            shell.wait()
+            shell.stdout.close()
+
+
+def test_our_own_process_is_refused_before_any_load() -> None:
+    for pid in (os.getpid(), os.getppid()):
+        with pytest.raises(BenchError, match="is this run itself"):
+            check(parse([f"1s:signal:TERM:{pid}"]), target())
+
+
+def test_a_key_goes_to_the_targets_own_host_alone_and_is_written_nowhere(tmp_path: Path) -> None:
+    key = "sk-secret-0123456789"
+
+    def echo(_: int, seen: Seen) -> Any:
+        return [(0, http_response(500, seen.headers.get("authorization", "none").encode()))]
+
+    with Scripted(echo) as server:
+        own = target(server.url, headers={"Authorization": f"Bearer {key}"})
+        there = server.url.replace("127.0.0.1", "localhost")
+        done(tmp_path, [f"0s:GET {server.url}/a", f"0s:GET {there}/b"], own)
+    got = {seen.path: seen.headers.get("authorization") for seen in server.requests}
+    assert got == {"/v1/a": f"Bearer {key}", "/v1/b": None}
+    assert key not in faults.path_of(tmp_path, "c").read_text()
+
+
+def test_an_engine_without_faults_is_refused_before_any_load(tmp_path: Path) -> None:
+    with Scripted(lambda n, seen: [(0, http_response(404, b"{}"))]) as server:
+        with pytest.raises(BenchError, match=r"answers HTTP 404: it serves no faults.*--allow-faults"):
+            done(tmp_path, ["0s:engine:crash"], target(server.url))
+        assert [seen.path for seen in server.requests] == ["/fault"]
+    with pytest.raises(TargetError, match="ConnectError"):
+        done(tmp_path, ["0s:engine:crash"], target())
+
+
+def test_a_fault_of_the_engine_is_planted_at_its_own_address(tmp_path: Path) -> None:
+    with Scripted(lambda n, seen: [(0, http_response(200, b"{}"))]) as server:
+        log = done(tmp_path, ["0s:engine:stall,seconds=2"], target(server.url))
+    assert [d.ok for d in log.done] == [True]
+    planted = server.requests[-1]
+    assert (planted.method, planted.path, planted.json()) == ("POST", "/fault", {"kind": "stall", "seconds": 2})
+
+
+def test_our_own_engine_serves_faults_where_it_is_to_have_some() -> None:
+    ours = target("", launch=("-m", "reference_engine", "--port", "0"))
+    assert allowing(ours, parse(["1s:engine:oom"])).launch[-1] == "--allow-faults"
+    assert allowing(ours, parse(["1s:cmd:true"])) == ours
+    assert allowing(target(), parse(["1s:engine:oom"])) == target()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [({"url": "https://h/v1"}, "is asked by https"), ({"proxy": "http://p:1"}, "through an HTTP proxy")],
+)
+def test_a_net_fault_is_refused_where_no_proxy_can_stand_between(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(BenchError, match=why):
+        check(parse(["1s:net:stall"]), target(**{"url": "http://h/v1", **fields}))
+
+
+def test_nothing_asked_for_is_nothing_done(tmp_path: Path) -> None:
+    with beside(target(), (), tmp_path / "x", print) as trouble:
+        trouble.begun(1)
+        assert (trouble.urls, trouble.patience_ns) == ((), 0)
+    assert not list(tmp_path.iterdir())
+    assert fault_doing.ended(tmp_path / "x", ()) == {}
+
+
+def test_a_lost_or_torn_log_ends_no_run_and_says_what_it_lacks(tmp_path: Path) -> None:
+    planned = parse(["0s:cmd:true", "1s:cmd:false"])
+    found = faults.of_end(fault_doing.ended(tmp_path / "none", planned))
+    assert found is not None
+    assert [(d.what, d.ok) for d in found.done] == [("cmd:true", False), ("cmd:false", False)]
+    path = tmp_path / "torn"
+    there = Done("cmd:true", "cmd", 5, 6, 7, True, "exit code 0")
+    head = {"llm_bench_faults": 1, "start_ns": 5, "added_ms": None}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, there._asdict())) + '{"what"')
+    found = faults.of_end(fault_doing.ended(path, planned))
+    assert found is not None
+    assert [(d.what, d.ok, d.begun_ns) for d in found.done] == [("cmd:true", True, 6), ("cmd:false", False, 0)]
+    assert "did not live" in found.done[1].result
+
+
+def test_a_drive_that_never_began_leaves_a_log_of_nothing_done(tmp_path: Path) -> None:
+    path = tmp_path / "c.faults.jsonl"
+    with beside(target(), parse(["0s:cmd:true"]), path, print):
+        pass
+    assert [(d.begun_ns, d.ok) for d in faults.read(path).done] == [(0, False)]
+
+
+# ---- the proxy
+
+
+@contextmanager
+def echo() -> Iterator[int]:
+    """A server that sends back what it gets; ends with its connections."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+
+        def serve(connection: socket.socket) -> None:
+            with connection:
+                try:
+                    while data := connection.recv(1 << 16):
+                        connection.sendall(data)
+                except OSError:
+                    pass  # reset, as was asked
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield int(server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[tuple[Net, int]]:
+    with echo() as port:
+        made = Net([f"http://127.0.0.1:{port}/v1"])
+        yield made, int(made.urls[0].split(":")[2].split("/")[0])
+        made.close()
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), 5)
+
+
+def ping(connection: socket.socket, data: bytes = b"ping", limit_s: float = 5.0) -> float:
+    """Seconds of a round trip. Raises OSError, TimeoutError after `limit_s`."""
+    connection.settimeout(limit_s)
+    begun, left = time.monotonic(), len(data)
+    connection.sendall(data)
+    while left:
+        got = connection.recv(left)
+        if not got:
+            raise ConnectionError("closed")
+        left -= len(got)
+    return time.monotonic() - begun
+
+
+def _answers(connection: socket.socket) -> bool:
+    try:
+        ping(connection, limit_s=0.2)
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_the_proxy_forwards_and_its_own_cost_is_known(net: tuple[Net, int]) -> None:
+    made, port = net
+    assert made.urls == [f"http://127.0.0.1:{port}/v1"]
+    assert made.added_ms >= 0
+    for _ in range(40):  # a connection's first bytes come before the one to the target is made
+        with connect(port) as one:
+            ping(one)
+
+
+def test_both_ways_end_as_they_would_without_it(net: tuple[Net, int]) -> None:
+    with connect(net[1]) as one:
+        one.sendall(b"last words")
+        one.shutdown(socket.SHUT_WR)
+        one.settimeout(2)
+        said = b""
+        while data := one.recv(100):
+            said += data
+        assert said == b"last words"
+
+
+def test_much_data_comes_whole(net: tuple[Net, int]) -> None:
+    data = os.urandom(1 << 22)
+    with connect(net[1]) as one:
+        one.settimeout(5)
+        sender = threading.Thread(target=one.sendall, args=(data,))
+        sender.start()
+        got = bytearray()
+        while len(got) < len(data):
+            got += one.recv(1 << 16)
+        sender.join()
+    assert bytes(got) == data
+
+
+def test_a_delay_is_added_each_way_and_lifted(net: tuple[Net, int]) -> None:
+    made, port = net
+    with connect(port) as one:
+        ping(one)
+        number = made.order("delay", 0.2)
+        assert ping(one) >= 0.4
+        made.lift(number)
+        assert min(ping(one) for _ in range(5)) < 0.4
+
+
+def test_a_stall_holds_everything_back_and_loses_nothing(net: tuple[Net, int]) -> None:
+    made, port = net
+    with connect(port) as one:
+        ping(one)
+        number = made.order("stall", None)
+        with pytest.raises(TimeoutError):
+            ping(one, b"held", 0.2)
+        made.lift(number)
+        one.settimeout(2)
+        assert one.recv(10) == b"held"
+
+
+def test_a_bandwidth_is_that_of_the_whole_line(net: tuple[Net, int]) -> None:
+    made, port = net
+    number = made.order("bandwidth", 100_000.0)  # bytes a second, each way
+    with connect(port) as one:
+        begun = time.monotonic()
+        one.sendall(b"x" * 30_000)
+        one.settimeout(3)
+        left = 30_000
+        while left:
+            left -= len(one.recv(left))
+        seconds = time.monotonic() - begun
+    made.lift(number)
+    assert seconds >= 0.27  # 0.3 s up, and down again meanwhile
+
+
+def test_drop_refuses_new_connections_and_keeps_old_ones(net: tuple[Net, int]) -> None:
+    made, port = net
+    with connect(port) as old:
+        ping(old)
+        number = made.order("drop", "refuse")
+        with pytest.raises(ConnectionRefusedError):
+            connect(port)
+        ping(old)
+        made.lift(number)
+    with connect(port) as fresh:
+        ping(fresh)
+
+
+def test_a_black_hole_takes_connections_and_answers_nothing(net: tuple[Net, int]) -> None:
+    made, port = net
+    number = made.order("drop", "blackhole")
+    with connect(port) as one:
+        with pytest.raises(TimeoutError):
+            ping(one, limit_s=0.2)
+        made.lift(number)
+        one.settimeout(2)
+        with pytest.raises(ConnectionResetError):
+            one.recv(1)
+
+
+def test_a_reset_ends_every_connection_at_once(net: tuple[Net, int]) -> None:
+    made, port = net
+    several = [connect(port) for _ in range(5)]
+    for one in several:
+        ping(one)
+    made.lift(made.order("reset", None))
+    for one in several:
+        one.settimeout(2)
+        with one, pytest.raises(ConnectionResetError):
+            one.recv(1)
+    with connect(port) as fresh:
+        ping(fresh)
+
+
+def _first_byte(port: int) -> bytes:
+    with connect(port) as one:  # the reset may come before this returns
+        return one.recv(1)
+
+
+def test_a_target_that_is_not_there_resets_its_clients() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    made = Net([f"http://127.0.0.1:{port}/v1"])
+    try:
+        with pytest.raises(ConnectionResetError):
+            _first_byte(int(made.urls[0].split(":")[2].split("/")[0]))
+    finally:
+        made.close()
+
+
+def test_net_faults_last_as_long_as_asked(tmp_path: Path) -> None:
+    with echo() as port:
+        said: list[str] = []
+        path = faults.path_of(tmp_path, "c")
+        planned = parse(["100ms:net:delay=100ms,for=300ms", "1s:net:stall"])
+        with beside(target(f"http://127.0.0.1:{port}/v1"), planned, path, said.append) as trouble:
+            trouble.begun(now_ns())
+            with connect(int(trouble.urls[0].split(":")[2].split("/")[0])) as one:
+                until = time.monotonic() + 5
+                while ping(one) < 0.2:
+                    assert time.monotonic() < until
+                while ping(one) >= 0.2:
+                    assert time.monotonic() < until
+                while time.monotonic() < until and _answers(one):
+                    pass
+                assert not _answers(one)
+    log = faults.read(path)
+    delay, stall = log.done
+    assert delay.ended_ns - delay.begun_ns >= 3e8
+    assert (delay.ok, stall.ok, stall.result) == (True, True, "until the cell's end")
+    assert log.added_ms is not None
+    assert "which adds about" in said[0]
+    assert json.loads(json.dumps(fault_doing.ended(path, planned)))["faults"]["done"][0]["ok"] is True
+
+
+def test_the_log_ends_with_its_parent(tmp_path: Path) -> None:
+    """A run that is killed takes what does its faults with it."""
+    path = tmp_path / "c.faults.jsonl"
+    code = (
+        "import sys, time; from pathlib import Path; from llm_bench import clock, fault_doing, faults, targets\n"
+        f"t = targets.Target('t', {QUIET!r}); planned = faults.parse(['60s:cmd:true'])\n"
+        f"with fault_doing.beside(t, planned, Path({str(path)!r}), print) as trouble:\n"
+        "    trouble.begun(clock.now_ns()); print('up', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as run:
+        assert run.stdout
+        assert run.stdout.readline() == b"up\n"
+        run.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 10
+    found: tuple[Done, ...] = ()
+    while not found and time.monotonic() < until:
+        time.sleep(0.05)
+        if path.exists() and path.read_bytes():
+            found = faults.read(path).done
+    assert [d.result for d in found] == ["not done: the cell had ended before"]

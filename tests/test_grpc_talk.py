@@ -1,0 +1,220 @@
+"""What a gRPC target is asked before a load: its pages, the probe, and a mistake in one sentence."""
+
+import contextlib
+import json
+import socketserver
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import orjson
+import pytest
+
+from llm_bench import probe, records, talk, targets
+from llm_bench.errors import BenchError, TargetError
+from llm_bench.exchange import Timeouts
+from llm_bench.targets import Target
+from tests.bench import command, environment, rows, trace_file
+from tests.certificates import make_certificate
+from tests.scripted import unused_port
+
+grpc = pytest.importorskip("grpc", reason="grpcio, the extra `grpc`, is not installed")
+from tests.scripted_grpc import SERVICE, ScriptedGrpc, serve  # noqa: E402
+
+BOTH = pytest.mark.parametrize(("api", "model"), [("kserve-grpc", "llm"), ("kserve-grpc-infer", "echo")])
+MODELS = ("llm", "echo")
+
+
+def target_of(server, api="kserve-grpc", model="llm", **facts):
+    return Target("t", getattr(server, "url", server), api=api, model=model, **facts)
+
+
+def probed(target, ready_s=0.2):
+    return probe.probe(target, lambda text: None, ready_s, timeouts=Timeouts(connect_s=1.0, ttft_s=3.0))
+
+
+def mistake(target):
+    with pytest.raises(TargetError) as caught:
+        probed(target)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_pages_are_those_of_kserves_http():
+    with ScriptedGrpc(serve(models=MODELS)) as server, talk.client_of(target_of(server), Timeouts()) as client:
+        page = {path: client.get(server.url + path) for path in ("/v2", "/v2/models/echo", "/v2/models/no", "/metrics")}
+        index = talk.page(client, "POST", server.url + "/v2/repository/index", 2.0)
+    assert page["/v2"].json() == {"name": "triton", "version": "2.51.0"}
+    assert page["/v2/models/echo"].json()["inputs"] == [{"name": "IN", "datatype": "FP32", "shape": [-1, 4]}]
+    assert (page["/v2/models/no"].status_code, page["/v2/models/no"].json()["error"]) == (404, "no such model")
+    assert page["/metrics"].status_code == 404
+    assert orjson.loads(index[1]) == [{"name": name, "state": "READY"} for name in MODELS]
+
+
+def test_a_probe_of_a_decoupled_model():
+    with ScriptedGrpc(serve(models=MODELS)) as server:
+        found = probed(target_of(server))
+        sent = [seen for seen in server.calls if seen.method == SERVICE + "ModelStreamInfer"]
+    assert (found.models, found.usage_in_stream, found.lengths_pinned) == (list(MODELS), True, True)
+    assert found.told == {"engine_version": "triton 2.51.0"}
+    assert found.ttft_ms > 0
+    assert found.rtt_ms > 0
+    assert next(iter(found.ask.extra["tensors"])) == "text_input"
+    assert b"return_finish_reason" in sent[0].request
+    assert b"exclude_input_in_output" not in sent[0].request  # the model has no such input
+
+
+def test_a_probe_of_a_single_pass():
+    with ScriptedGrpc(serve(models=MODELS)) as server:
+        found = probed(target_of(server, "kserve-grpc-infer", "echo"))
+    assert (found.model, found.ttft_ms, found.alone_ms > 0) == ("echo", None, True)
+    assert found.ask.extra["tensors"] == {"IN": {"datatype": "FP32", "shape": [-1, 4]}}
+
+
+@BOTH
+def test_a_model_that_is_not_there(api, model):
+    with ScriptedGrpc(serve(models=MODELS)) as server:
+        said = mistake(target_of(server, api, "nope"))
+    assert "no such model" in said
+    assert "'nope' is not among those that it lists: llm, echo" in said
+
+
+@BOTH
+def test_a_missing_and_a_wrong_key(api, model, monkeypatch):
+    monkeypatch.setenv("GRPC_KEY", "wrong-key")
+    with ScriptedGrpc(serve("right-key", MODELS)) as server:
+        assert mistake(target_of(server, api, model)) == (
+            "target t: HTTP 401: it wants a key; name its variable with --key-env"
+        )
+        assert mistake(target_of(server, api, model, key_env="GRPC_KEY")) == "target t: HTTP 401: its key was refused"
+        monkeypatch.setenv("GRPC_KEY", "right-key")
+        assert probed(target_of(server, api, model, key_env="GRPC_KEY")).model == model
+
+
+class _Page(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html><body>hello</body></html>")
+
+    def log_message(self, *_):
+        pass
+
+
+class _ClosesOnHttp2(_Page):
+    """As Triton's HTTP port does."""
+
+    def handle(self):
+        if not self.rfile.peek(3).startswith(b"PRI"):
+            super().handle()
+
+
+@BOTH
+@pytest.mark.parametrize("pages", [_Page, _ClosesOnHttp2])
+def test_a_server_of_http(api, model, pages):
+    with ThreadingHTTPServer(("127.0.0.1", 0), pages) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            said = mistake(target_of(url, api, model))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert said.startswith(f"{url} speaks HTTP/1.1, no gRPC: give the port of its gRPC server")
+
+
+@contextlib.contextmanager
+def closing():
+    """The URL of a server that closes what it accepts."""
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@BOTH
+def test_a_server_that_closes_at_once(api, model):
+    with closing() as url:
+        assert "is not ready after 0.2 s" in mistake(target_of(url, api, model))
+
+
+def test_a_url_with_a_path():
+    with pytest.raises(BenchError, match=r"a gRPC server has no path; http://127\.0\.0\.1:1 would be right"):
+        probed(target_of("http://127.0.0.1:1/v1"))
+
+
+def test_nobody_listens():
+    url = f"http://127.0.0.1:{unused_port()}"
+    said = mistake(target_of(url))
+    assert f"{url} is not ready after 0.2 s" in said
+    assert "refused" in said
+    assert not targets.reachable(target_of(url))
+
+
+def test_a_grpc_server_is_reachable():
+    with ScriptedGrpc(serve()) as server:
+        assert targets.reachable(target_of(server))
+
+
+@BOTH
+def test_a_self_signed_certificate(api, model, tmp_path):
+    key, cert = make_certificate(tmp_path)
+    identity = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    with ScriptedGrpc(serve(models=MODELS), identity) as server:
+        assert "its certificate is not trusted" in mistake(target_of(server, api, model))
+        assert probed(target_of(server, api, model, cafile=str(cert))).model == model
+
+
+def test_a_grpc_server_given_as_http():
+    with ScriptedGrpc(serve()) as server:
+        said = mistake(target_of(server, "triton-generate"))
+    assert "is not ready after" in said
+
+
+@pytest.mark.parametrize(("facts", "said"), [({"insecure": True}, "--ca FILE"), ({"proxy": "http://p:1"}, "no proxy")])
+def test_what_grpc_cannot_do(tmp_path, facts, said):
+    flags = {"api": "kserve-grpc", "url": "http://127.0.0.1:1", **facts}
+    with pytest.raises(BenchError, match=said):
+        targets.parse("t=http://127.0.0.1:1", tmp_path / "none.toml", flags)
+
+
+def test_a_silent_server_is_given_up():
+    with (
+        ScriptedGrpc([(3000, b"")]) as server,
+        talk.client_of(target_of(server), Timeouts()) as client,
+        pytest.raises(httpx.ReadTimeout),
+    ):
+        talk.page(client, "GET", server.url + "/v2", 0.05)
+
+
+def test_a_run_of_both_kinds_by_two_workers(tmp_path):
+    """From the plan to the records, with a probe before the workers are forked."""
+    trace = trace_file(tmp_path, rows(12))
+    with ScriptedGrpc(serve(models=MODELS), threads=32) as server:
+        (tmp_path / "targets.toml").write_text(
+            f'[targets.llm]\nurl = "{server.url}"\napi = "kserve-grpc"\nmodel = "llm"\n'
+            f'[targets.one]\nurl = "{server.url}"\napi = "kserve-grpc-infer"\nmodel = "echo"\n'
+        )
+        asked = ["--targets", "llm,one", "--concurrency", "4", "--workers", "2", "--warmup", "0"]
+        done = subprocess.run(
+            command("run", *asked, "--trace", trace, "--out", tmp_path / "run", "--format", "json"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+            env=environment(),
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "run" / "run.json").read_text())["cells"]
+    for cell in cells:
+        recorded = [records.read(file) for file in sorted((tmp_path / "run").glob(f"{cell['file'][:-6]}*.arrow"))]
+        assert [x for one in recorded for x in one["outcome"].tolist()] == ["ok"] * 12
+        streamed = sum(len(one.event_ns) for one in recorded)
+        assert streamed == (48 if cell["target"] == "llm" else 0)
