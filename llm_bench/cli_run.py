@@ -1,6 +1,8 @@
 """`llm-bench run`: its options, the loads they name, its exit code."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -183,6 +185,7 @@ def run(
     format: Format = "terminal",  # noqa: A002
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-TARGETS.")] = None,
     workers: Workers = "auto",
+    ray: Annotated[str, typer.Option(help="Drive from a Ray cluster: auto, or HOST:PORT.")] = "",
     resume: Annotated[
         bool, typer.Option("--resume", help="Finish the run in --out: measure its missing cells.")
     ] = False,
@@ -262,7 +265,15 @@ def run(
         deadlines=deadlines,
     )
     say, live = terminal.voice()
-    ended = runs.run(job, options, say, live)
+    if ray and workers == "auto":
+        raise BenchError("--ray: give --workers, how many actors drive")
+    with ExitStack() as stack:
+        if ray:
+            from llm_bench import host_link, hosts, ray_hosts
+
+            links = stack.enter_context(ray_hosts.connected(ray, crew))
+            job = replace(job, fleet=hosts.fleet(links, host_link.greet(links)))
+        ended = runs.run(job, options, say, live)
     say(f"records: {options.out}")
     found = results.load_run(options.out)
     terminal.show(report.render([found], asked, format), f"; the records are whole: llm-bench report {options.out}")

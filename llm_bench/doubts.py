@@ -10,6 +10,7 @@ from llm_bench import faults, same_work, windows
 from llm_bench.client import CLIENT_CHECKS
 from llm_bench.columns import Cell
 from llm_bench.facts import EITHER_WAY, NO_END, TOO_HIGH, TOO_LOW, Effect, Facts, Finding, stopped
+from llm_bench.host_checks import HOST_CHECKS
 from llm_bench.identities import identities
 from llm_bench.metrics import Value
 from llm_bench.outcomes import failures, retried
@@ -442,6 +443,7 @@ CHECKS: dict[str, Callable[[Facts], Finding | None]] = {
     "failed requests": _failed,
     "retries": _retried,
     **CLIENT_CHECKS,
+    **HOST_CHECKS,
     "delivered tokens": _delivered,
     "lengths not pinned": _not_pinned,
     "prompt tokens": _prompt_tokens,

@@ -6,6 +6,7 @@ from typing import Any
 from llm_bench.client import MAX_CPU_SHARE, MAX_LAG_MS
 from llm_bench.facts import EITHER_WAY, TOO_HIGH, Facts, Finding
 
+_SAID = {"worker", "name", "error_ns", "moved_ns", "drift_ppm", "calibrated", "lost"}  # of each host, by `hosts`
 MAX_OFF_MS = 5.0  # of a host's requests on the cell's timeline: rates by the second do not feel it, nor any latency
 
 
@@ -38,8 +39,9 @@ def _unknown(f: Facts) -> Finding | None:
 
 
 def _hosts(f: Facts) -> Sequence[Mapping[str, Any]]:
-    found = f.end.get("hosts") or []
-    return [h for h in found if not h["lost"]]
+    found = f.end.get("hosts")
+    whole = [h for h in found if isinstance(h, Mapping) and h.keys() >= _SAID] if isinstance(found, list) else []
+    return [h for h in whole if not h["lost"]]
 
 
 def _name(host: Mapping[str, Any]) -> str:

@@ -144,7 +144,7 @@ CONCERNS: Mapping[str, Callable[[Metric], bool]] = {
     FAILED: lambda metric: metric.name not in (*COUNTED, *NEEDS_SLO),  # of others the failed are left out
     "estimated tokens": _token_counting,
     "usage disputed": _token_counting,
-    **dict.fromkeys((LATE, STALLED, BUSY, LIMITED, IDLE), _stamped),
+    **dict.fromkeys((LATE, STALLED, BUSY, LIMITED, IDLE, "host lateness"), _stamped),
     **dict.fromkeys((WARMING, DRIFT), _timed),
     NETWORK: lambda metric: _stamped(metric) and metric.of not in OF_GAPS,  # the same way for every token is in no gap
     BURST: lambda metric: metric.of in (*OF_GAPS, *NEEDS_SLO),

@@ -81,10 +81,30 @@ LATE = [record(i, 100 * i, sent=100 * i + 12, ready_ns=ns(100 * i), events=[100 
 TWIN = [record(i, 10 * i, events=[10 * i + 5], prompt_hash=77 + i // 2) for i in range(50)]
 PROBE = header()["probe"]
 
+FAULTS = {
+    "start_ns": ns(0),
+    "added_ms": 0.04,
+    "done": [
+        {"what": "1s:net:delay=5ms", "kind": "net", "planned_ns": ns(1000), "begun_ns": ns(1000), "ended_ns": ns(2000)}
+        | {"ok": True, "result": ""}
+    ],
+}
+HOST = {
+    "worker": 1,
+    "name": "west",
+    "error_ns": 1000,
+    "moved_ns": 0,
+    "drift_ppm": None,
+    "calibrated": True,
+    "lost": False,
+}
+
 # kind -> (what found() gives, words that must stand in it)
 TROUBLE = {
     "incomplete file": (lambda: found(replace(requests(), complete=False)), "100 whole requests"),
     "ended early": (lambda: found(requests(), reason="target gone"), "the target no longer answered"),
+    "faults on purpose": (lambda: found(requests(), faults=FAULTS), "1 fault was done to this cell on purpose"),
+    "fault proxy": (lambda: found(requests(), faults=FAULTS), "adds about 0.04 ms a round trip"),
     "broken identity": (lambda: found(requests(), counts=COUNTS | {"ok": 101}), "101"),
     "too short": (lambda: found(closed_loop(60, 10)), "31 requests in the window, at least 50"),
     "warming": (
@@ -109,6 +129,15 @@ TROUBLE = {
         lambda: found(requests(), ceiling={"events_per_s": 60}),
         "50 of at most 60 token events/s (those of one read count once) (83%)",
     ),
+    "host clocks": (
+        lambda: found(requests(), hosts=[HOST | {"error_ns": 9_000_000, "moved_ns": 0}]),
+        "requests of worker 1 (west) lie up to 9.0 ms off on the timeline",
+    ),
+    "host lateness": (
+        lambda: found(requests(), hosts=[HOST | {"loop_lag_p99_ms": 30.0, "client_cpu_share": 0.97}]),
+        "worker 1 (west) ran 30.0 ms late (p99); worker 1 (west) used 97% of a core",
+    ),
+    "host not calibrated": (lambda: found(requests(), hosts=[HOST | {"calibrated": False}]), "worker 1 (west)"),
     "delivered tokens": (lambda: found(requests(asked_out=6)), "500 of 600 asked (83.3%)"),
     "lengths not pinned": (lambda: found(requests(head={"probe": PROBE | {"lengths_pinned": False}})), "may end"),
     "prompt tokens": (lambda: found(requests(tokens_in=107)), "(+7.0%)"),

@@ -18,14 +18,14 @@ prometheus server_names server_metrics scrape_machine targets grpc_wire grpc_tal
 probe scrape plan arms shapes columns records retry connection wire flights driver shards transport cell
 beside faults fault_doing measure book run windows series outcomes slo metrics decompose energy
 objectives identities sending facts client evidence diagnose_client diagnose_memory diagnose_queue
-diagnose_server diagnose_stream diagnose_replicas diagnose same_work doubts as_tools interference
-results repeats recovery recovery_words words timeline svg definitions grid terminal_report markdown
-export parquet charts html_report report rules gate pairing gate_report equal_arms compare history trend
-diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask carried kv_gauge knobs
-kv_plan capacity_fleet capacity_plan capacity_report search_evidence search_backlog search search_report
-search_run selfcheck terminal options cli_run convert cli_trace cli_gate cli_canary cli_capacity
-cli_diagnose cli_search probe_report cli fault_proxy host_clock host_part host_agent host_checks
-host_link hosts ray_hosts""".split()
+diagnose_server diagnose_stream diagnose_replicas diagnose same_work host_checks doubts as_tools
+interference results repeats recovery recovery_words words timeline svg definitions grid terminal_report
+markdown export parquet charts html_report report rules gate pairing gate_report equal_arms compare
+history trend diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask carried
+kv_gauge knobs kv_plan capacity_fleet capacity_plan capacity_report search_evidence search_backlog
+search search_report search_run selfcheck terminal options host_clock host_part host_agent host_link
+hosts ray_hosts cli_run convert cli_trace cli_gate cli_canary cli_capacity cli_diagnose cli_search
+probe_report cli fault_proxy perplexity scoring_ask""".split()
 
 PURE = """printable prometheus server_names server_metrics energy kv_gauge capacity_fleet search_evidence
 search_backlog diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
@@ -37,7 +37,7 @@ columns outcomes identities sending facts client same_work as_tools timeline cha
 history kv_cache curves capacity batch_window accelerators sheet arrange law framing protocol
 dialect_openai dialect_responses dialect_tgi dialect_triton dialect_sglang dialect_llamacpp
 dialect_anthropic dialect_chunks interference neighbours trend grpc_frames kserve_messages
-dialect_kserve_grpc faults recovery recovery_words""".split()
+dialect_kserve_grpc faults recovery recovery_words host_clock host_checks""".split()
 PURE_ENGINE = "sequence admission blocks policies scheduler account faults openapi batcher embeddings kserve".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 

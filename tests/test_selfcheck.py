@@ -84,6 +84,14 @@ def test_more_streams_are_left_out_once_fewer_were_too_many(cache, monkeypatch):
     assert said[-1].startswith("4: left out, since at 2 this client used ")
 
 
+def test_the_steps_that_ceilings_are_of_are_measured_on_a_busy_machine_too(cache, monkeypatch):
+    monkeypatch.setattr(selfcheck, "MAX_CPU_SHARE", 0.0)
+    monkeypatch.setattr(selfcheck, "_step", lambda *asked: SLOW)
+    found = selfcheck.run(selfcheck.STEPS, lambda text: None, lambda text: None)
+    assert set(selfcheck.FLOOR) <= set(found) < set(selfcheck.STEPS)
+    assert "A core carries 1,234,567 events/s" in selfcheck.summary(found, selfcheck.STEPS)
+
+
 def _selfcheck(monkeypatch, found, busy=""):
     monkeypatch.setattr(selfcheck, "busy", lambda *facts: busy)
     monkeypatch.setattr(selfcheck, "run", lambda steps, say, live: found)
