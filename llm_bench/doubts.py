@@ -78,7 +78,7 @@ def _faults(f: Facts) -> Finding | None:
     many = sum(bool(done.begun_ns) for done in log.done) if log else 0
     if not many:
         return None
-    found = f"{many} fault{'s were' if many > 1 else ' was'} done to this cell on purpose (--fault)"
+    found = f"{many} {'were' if many > 1 else 'was'} done to this cell (--fault)"
     return Finding(
         f"{found}: its figures are of a target in trouble", EITHER_WAY, "Compare it with no cell that had none"
     )
@@ -88,7 +88,7 @@ def _fault_proxy(f: Facts) -> Finding | None:
     log = faults.of_end(f.end)
     if log is None or log.added_ms is None:
         return None
-    return Finding(f"through the fault proxy: adds about {log.added_ms:.3g} ms a round trip", TOO_HIGH)
+    return Finding(f"it adds about {log.added_ms:.3g} ms a round trip", TOO_HIGH)
 
 
 def _stopped(f: Facts) -> Finding | None:

@@ -103,7 +103,7 @@ HOST = {
 TROUBLE = {
     "incomplete file": (lambda: found(replace(requests(), complete=False)), "100 whole requests"),
     "ended early": (lambda: found(requests(), reason="target gone"), "the target no longer answered"),
-    "faults on purpose": (lambda: found(requests(), faults=FAULTS), "1 fault was done to this cell on purpose"),
+    "faults on purpose": (lambda: found(requests(), faults=FAULTS), "1 was done to this cell (--fault): its figures"),
     "fault proxy": (lambda: found(requests(), faults=FAULTS), "adds about 0.04 ms a round trip"),
     "broken identity": (lambda: found(requests(), counts=COUNTS | {"ok": 101}), "101"),
     "too short": (lambda: found(closed_loop(60, 10)), "31 requests in the window, at least 50"),
