@@ -45,8 +45,10 @@ class Figure(NamedTuple):
 def curves(by_target: dict[str, list[Sheet]], slo: Slo) -> list[Figure]:
     """Latency against throughput, a picture for each latency; none where no target has two loads.
 
-    What is drawn are the figures of the tables. A point without an interval is hollow.
+    What is drawn are the figures of the tables. A point without an interval is hollow. A class of a mix by itself is
+    other work than the mix, and no load of it.
     """
+    by_target = {target: [s for s in mine if not _of_one_class(s.measured)] for target, mine in by_target.items()}
     if all(len(mine) < 2 for mine in by_target.values()):
         return []
     first = next(mine[0] for mine in by_target.values() if mine)
@@ -60,6 +62,11 @@ def curves(by_target: dict[str, list[Sheet]], slo: Slo) -> list[Figure]:
         if all(v.value is not None for v in speeds.values()):
             return [f for m in shown if (f := _curve(by_target, m.name, speeds, slo)) is not None]
     return []
+
+
+def _of_one_class(m: Measured) -> bool:
+    """Of a mix, only this class was sent (--alone-too)."""
+    return bool((m.cell.header.get("load") or {}).get("class_alone"))
 
 
 def value_of(sheet: Sheet, name: str) -> Value:

@@ -145,7 +145,7 @@ def check(
     proxy: Proxy = "",
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
-    agree: Annotated[bool, typer.Option("--agree", help="Also where their greedy answers part.")] = False,
+    agree: Annotated[bool, typer.Option("--agree", help="Also where answers part, and perplexity.")] = False,
 ) -> None:
     """Ask each target what a measurement needs to know.
 
@@ -156,7 +156,7 @@ def check(
     from rich.markup import escape
     from rich.table import Table
 
-    from llm_bench import probe, probe_report, prompts
+    from llm_bench import probe, probe_report, prompts, scoring_ask
     from llm_bench import targets as known
 
     check_numbers(context.params)
@@ -167,17 +167,19 @@ def check(
     for declared in chosen:
         if declared.tokenizer:
             prompts.exact(declared.tokenizer)  # refused here, not in a run
-    found = []
+    found, scored = [], []
     for declared in chosen:
         with known.running(declared, say) as target:
             found.append((target, probe.probe(target, say, ready_timeout, compared=len(chosen) > 1)))
+            if agree:
+                scored.append((target.name, scoring_ask.ask(target, found[-1][1].model)))
     table = Table("", *(escape(target.name) for target, _ in found))
     for row in probe_report.side_by_side(found):
         table.add_row(*map(escape, row))
     console = Console()
     with console.capture() as shown:
         console.print(table)
-    lines = probe_report.agreement_lines(found) if agree else []
+    lines = probe_report.agreement_lines(found) + probe_report.scoring_lines(scored) if agree else []
     terminal.show(shown.get() + "".join(f"{line}\n" for line in lines))
 
 

@@ -317,7 +317,7 @@ def _assumed(pairs: Sequence[str]) -> tuple["WhatIf", float | None]:
                 f"--what-if {pair!r}: expected name=value as in {example}, with a name of {', '.join(known)}"
             )
         if name == "utilization":
-            share = _plain(text, pair)
+            share = _plain(text, pair, like="0.7")
             check_numbers({"utilization": share}, LIMITS)
             continue
         field, unit = _WHAT_IF[name]
@@ -327,11 +327,11 @@ def _assumed(pairs: Sequence[str]) -> tuple["WhatIf", float | None]:
     return WhatIf(**found), share
 
 
-def _plain(text: str, pair: str, option: str = "--what-if") -> float:
+def _plain(text: str, pair: str, option: str = "--what-if", like: str = "450") -> float:
     match = re.fullmatch(_NUMBER, text.strip())
     value = float(match["number"]) if match else 0.0
     if not 0 < value < 1e15:
-        raise BenchError(f"{option} {pair or text!r}: expected a number above 0, such as 450")
+        raise BenchError(f"{option} {pair or text!r}: expected a number above 0, such as {like}")
     return value
 
 
@@ -345,7 +345,7 @@ def duration(text: str, option: str) -> float:
 
 def hourly_price(text: str, option: str) -> tuple[str, float]:
     """(currency or "", amount an hour) of `2.50/h`, `$2.50/h`, `EUR 2.50/h`. Raises BenchError."""
-    match = re.fullmatch(r"(?P<money>[^\d\s./]{0,4})\s*" + _NUMBER + r"\s*/\s*h(?:our)?", text.strip())
+    match = re.fullmatch(r"(?P<money>[^\W\d_]{0,4}[$£¥€₹₩₿]?)\s*" + _NUMBER + r"\s*/\s*h(?:our)?", text.strip())
     if match is None or float(match["number"]) > 1e9:
         raise BenchError(f"{option} {text!r}: expected an amount an hour such as 2.50/h or $2.50/h")
     return match["money"], float(match["number"])

@@ -327,6 +327,7 @@ def mix(
     out: Out,
     rate: Annotated[float | None, typer.Option(help="Requests per second of the mix; default: the parts' own.")] = None,
     requests: Annotated[int | None, typer.Option(help="End with so many requests, where that is earlier.")] = None,
+    dejitter: Dejitter = "auto",
     seed: Seed = 0,
 ) -> None:
     """Several traces as classes of one, each with its share of the requests."""
@@ -334,7 +335,7 @@ def mix(
 
     _check_new(out)
     found = [(_read(Path(part.path), context.params), part) for part in map(mixes.parse_part, parts)]
-    mixed = mixes.mix(found, seed=seed, rate=rate, count=requests)
+    mixed = mixes.mix(found, seed=seed, rate=rate, count=requests, dejitter=dejitter)
     _say_notes(mixed)
     _write(out, mixed)
 

@@ -2,7 +2,7 @@
 
 https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol and Triton's
 docs/protocol/extension_binary_data.md. Which inputs a model has is read from its own metadata (`kserve_tensors`).
-Answers as Triton 2.51 and MLServer 1.7.1 were seen to give them are read; the rows' requests are from the documents.
+Tried on the bundled engine and on recorded answers of Triton 2.51 and MLServer 1.7.1; untried against those two live.
 """
 
 import json
@@ -151,6 +151,7 @@ ROWS = {
         takes=_TAKES,
         comes=_COMES,
         site=_SITE,
+        tried="the bundled engine, recorded answers of Triton 2.51 and MLServer 1.7.1",
     ),
     "kserve-binary": Dialect(
         "/v2/models/{model}/infer",
@@ -162,5 +163,6 @@ ROWS = {
         comes=_COMES,
         site=_SITE,
         transport="kserve-binary",
+        tried="the bundled engine, recorded answers of Triton 2.51",
     ),
 }

@@ -4,7 +4,8 @@ An answer comes whole and has no tokens: it is ok when what was asked for is in 
 
 `embeddings`: https://platform.openai.com/docs/api-reference/embeddings, as vLLM, TEI, llama.cpp and SGLang serve it.
 `rerank`: https://jina.ai/reranker and https://docs.cohere.com/reference/rerank, as vLLM serves it under the same path.
-`tei-rerank`: https://huggingface.github.io/text-embeddings-inference. All from their documents: untried on a real one.
+`tei-rerank`: https://huggingface.github.io/text-embeddings-inference. All are from their documents: embeddings
+are tried on the bundled engine, rerankers on no real server.
 """
 
 import re
@@ -179,6 +180,7 @@ def _row(
     decode: Callable[[bytes], Chunk],
     takes: Takes,
     site: Site = OPENAI_SITE,
+    tried: str = "",
 ) -> Dialect:
     return Dialect(
         path,
@@ -189,11 +191,14 @@ def _row(
         takes=takes._replace(asked=no_length),
         comes=_SINGLE_PASS,
         site=site,
+        tried=tried,
     )
 
 
 ROWS = {
-    "embeddings": _row("/embeddings", _embed_body, _embeddings, Takes("input", token_ids=True)),
+    "embeddings": _row(
+        "/embeddings", _embed_body, _embeddings, Takes("input", token_ids=True), tried="the bundled engine"
+    ),
     "rerank": _row("/rerank", partial(_rerank_body, "rerank", _WORDS, "documents"), _rerank, Takes("query")),
     "tei-rerank": _row(
         "/rerank",

@@ -189,10 +189,16 @@ def sentence(history: History, change: ChangePoint) -> str:
     points = unit == "share"
     moved = change.after - change.before if points else change.share
     size = "" if moved is None else f", {changed(moved, points=points)}"
+    other = other_work(history, change)
     return (
         f"from {point.run} ({when(point.at_ns)}) on {better}: {number(change.before, unit)} to "
-        f"{number(change.after, unit)}{size}, p = {change.p:.2g}"
+        f"{number(change.after, unit)}{size}, p = {change.p:.2g}{other and f'; {other}'}"
     )
+
+
+def other_work(history: History, change: ChangePoint) -> str:
+    """That the work changed where the figure did, so that the change may be of the work alone; "" where it did not."""
+    return next((doubt for doubt in history.known[change.at].doubts if doubt.startswith(OTHER_WORK)), "")
 
 
 def title(history: History) -> str:

@@ -23,7 +23,6 @@ import numpy as np
 
 from llm_bench import prompts, targets
 from llm_bench.cell import Cell
-from llm_bench.dialects import DIALECTS
 from llm_bench.exchange import Exchange
 from llm_bench.plan import NEVER, Plan
 from llm_bench.records import OUTCOMES
@@ -135,7 +134,7 @@ def cell_of(job: Job, folder: Path) -> Cell:
     cell = Cell.__new__(Cell)
     vars(cell).update(job.cell)
     cell.target, cell.options = target, replace(cell.options, out=folder)
-    cell.dialect = DIALECTS[target.api]
+    cell.dialect = target.dialect
     cell._frame = TRANSPORTS[cell.dialect.transport].frame
     cell._hide = targets.hider(target)
     cell._count_tokens = prompts.counter(target.tokenizer) if target.tokenizer else None

@@ -31,6 +31,7 @@ from llm_bench.words import (
     TOOL_HEADS,
     beside,
     by_target,
+    first_error,
     group_lines,
     heading,
     interference_legend,
@@ -217,7 +218,7 @@ def _failed(mine: Iterable[Group]) -> list[Said]:
 
 def _failure(group: Group, f: Failure) -> str:
     requests = sum(sheet.measured.cell.n for sheet in group.sheets)
-    return f"{f.text}, of {requests:,} requests; first: {f.first_error}"
+    return f"{f.text}, of {requests:,} requests; first: {first_error(f)}"
 
 
 def _missing(run: Run) -> list[Said]:
@@ -343,7 +344,7 @@ def _errors(mine: Sequence[Sheet]) -> Table | None:
             Td(f.kind, f.kind, tone="name"),
             _count(f.requests),
             Td(", ".join(f"{status} x{n}" for status, n in f.statuses.items()) or "none", tone="name"),
-            Td(f.first_error, f.first_error, tone="said"),
+            Td(first_error(f), first_error(f), tone="said"),
         ]
         for s in mine
         for f in s.failures

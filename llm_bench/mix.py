@@ -12,6 +12,7 @@ import numpy as np
 
 from llm_bench.errors import BenchError
 from llm_bench.request import LONGEST_S, Request, Trace
+from llm_bench.ticks import dejitter as off_ticks
 
 _COMPRESSED = (".gz", ".zst", ".bz2")
 _RIGHT = "expected PATH:SHARE[:priority=N][:name=CLASS], such as chat.jsonl:0.8"
@@ -62,18 +63,25 @@ def _stem(path: str) -> str:
 
 
 def mix(
-    parts: Sequence[tuple[Trace, Part]], *, seed: int = 0, rate: float | None = None, count: int | None = None
+    parts: Sequence[tuple[Trace, Part]],
+    *,
+    seed: int = 0,
+    rate: float | None = None,
+    count: int | None = None,
+    dejitter: str = "auto",
 ) -> Trace:
     """One trace of several; conversations are never cut.
 
     Which: the parts' conversations are dealt in their order, always one of the part furthest behind its share of the
     requests, until that part has no more. None is repeated, so none fades out of the mix. count: end earlier, with the
     conversation that brings so many requests.
-    When: all parts take the same time. A part keeps the shape of its arrivals: the starts of its conversations are
-    stretched by one factor, and later turns keep their distance from the start (a user thinks no faster under more
-    load). Each part is moved by a random share of its mean gap, so that evenly spaced parts do not fall together. Parts
-    without times arrive as a Poisson process of known count. `rate` is the mix's requests per second; by default the
-    timed parts keep the sum of theirs. Where no part has times and no rate is given, the mix has none either.
+    When: times on ticks are spread first (`dejitter`, a mode of ticks.dejitter): between other parts' times nobody
+    would see the ticks any more, and a replay would send their bursts. All parts take the same time. A part keeps the
+    shape of its arrivals: the starts of its conversations are stretched by one factor, and later turns keep their
+    distance from the start (a user thinks no faster under more load). Each part is moved by a random share of its mean
+    gap, so that evenly spaced parts do not fall together. Parts without times arrive as a Poisson process of known
+    count. `rate` is the mix's requests per second; by default the timed parts keep the sum of theirs. Where no part has
+    times and no rate is given, the mix has none either.
     Kept apart: sessions and clients get the part's name before theirs, hash ids are numbered anew; blocks are cut to
     the smallest size where that divides the others. A request's class is the part's name, with its own class behind
     it: "chat/vip". The part's priority goes over its rows'.
@@ -82,8 +90,10 @@ def mix(
     """
     assert parts and (rate is None or rate > 0) and (count is None or count > 0), "checked by the command line"
     _check(parts)
+    parts, spread = _off_ticks(parts, dejitter, seed)
     named = [part for _, part in parts]
-    size, notes = _block_size(parts)
+    size, said = _block_size(parts)
+    notes = [*spread, *said]
     total = sum(part.share for part in named)
     shares = [part.share / total for part in named]
     talks = [_talks(trace.requests) for trace, _ in parts]
@@ -138,6 +148,16 @@ def _block_size(parts: Sequence[tuple[Trace, Part]]) -> tuple[int, list[str]]:
         raise BenchError(f"blocks of different sizes in the mix ({found} tokens), expected one that divides the others")
     said = [f"blocks of {', '.join(map(str, every))} tokens: all cut to {every[0]}"] if len(every) > 1 else []
     return every[0] if every else 0, said
+
+
+def _off_ticks(parts: Sequence[tuple[Trace, Part]], mode: str, seed: int) -> tuple[list[tuple[Trace, Part]], list[str]]:
+    """The parts, each off its ticks by draws of its own, and what was done. Times of one conversation stay in order."""
+    found, notes = [], []
+    for i, (trace, part) in enumerate(parts):
+        requests, done = off_ticks(trace.requests, mode, seed + i)
+        found.append((trace._replace(requests=requests) if done else trace, part))
+        notes += [f"{part.name}: {done}"] if done else []
+    return found, notes
 
 
 # -- which conversations, and when ------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from llm_bench import pins
+from llm_bench import perplexity, pins
 from llm_bench.mistaken import some
+from llm_bench.perplexity import Scored
 from llm_bench.probe import AGREEMENT, RTT_PROBES, Probe
 from llm_bench.same_work import costs_apart, parting
 from llm_bench.targets import Target
@@ -70,6 +71,30 @@ def agreement_lines(found: Sequence[Found]) -> list[str]:
         if apart := costs_apart(mine.agreement_tokens, theirs.agreement_tokens):
             lines.append(f"{pair}: differing tokenizers: {apart}")
     return lines
+
+
+def scoring_lines(found: Sequence[tuple[str, Scored | str]]) -> list[str]:
+    """(name, the bundled text as that target has it, or why it has not): of each, and of each beside the first."""
+    lines = [f"the bundled text of {len(perplexity.TEXT.encode())} bytes, as likely as each finds it:"]
+    scored = [(name, of) for name, of in found if isinstance(of, Scored)]
+    for name, of in found:
+        if isinstance(of, str):
+            lines.append(f"  {name}: not scored: {of}")
+        else:
+            figures = f"perplexity {of.perplexity:.5g} over {len(of.logprobs)} tokens"
+            lines.append(f"  {name}: {figures}, {of.bits_per_byte:.4f} bits a byte")
+    return lines + [_apart(scored[0], other) for other in scored[1:]]
+
+
+def _apart(a: tuple[str, Scored], b: tuple[str, Scored]) -> str:
+    (mine, x), (theirs, y) = a, b
+    bits = f"{y.bits_per_byte - x.bits_per_byte:+.4f} bits a byte"
+    most = perplexity.furthest(x, y)
+    if most is None:
+        return f"{mine} and {theirs}: {bits}; perplexities do not compare, the text has other tokens there"
+    place, nats = most
+    token = f"{nats:.3g} nats apart at most, at token {place} ({x.tokens[place]!r})"
+    return f"{mine} and {theirs}: perplexity {y.perplexity - x.perplexity:+.4g}, {bits}; {token}"
 
 
 def _at(text: str, place: int) -> str:

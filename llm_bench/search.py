@@ -5,6 +5,7 @@ between them. A load is decided by the intervals of its cells together, as METRI
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -128,6 +129,7 @@ def _point(plan: Plan, load: float, cells: Sequence[Seen]) -> Point:
     # A cell that was not steady, or that this client slowed, says something as long as no other one is better.
     trust = "" if sound else longest.unsound
     using = [s for s in sound if not s.client_limited] or sound or [longest]
+    aside = _aside([s for s in cells if s not in using], len(cells))
     first_guard = len(plan.limits) - plan.guards
     limits = tuple(
         judge(limit, pooled([s.evidence[i] for s in using]), guard=i >= first_guard, again=len(using) > 1)
@@ -146,13 +148,20 @@ def _point(plan: Plan, load: float, cells: Sequence[Seen]) -> Point:
     hopeless = not trust and any(x.hopeless for x in limits if x.verdict == "UNDECIDED")
     return of._replace(
         verdict=verdict,
-        why="; ".join(filter(None, [trust, why])),
+        why="; ".join(filter(None, [trust, why, aside])),
         limits=limits,
         window=sum(s.window for s in using),
         clear=verdict != "UNDECIDED" and all(_clear(x) for x in telling),
         more_helps=not hopeless and not (limited and len(cells) > 1),  # a neighbour may have slowed the first
         trust=trust,
     )
+
+
+def _aside(cells: Sequence[Seen], of: int) -> str:
+    """Which of a load's cells its verdict leaves out, and why; "" where all are in it."""
+    whys = Counter(s.unsound or s.overloaded or "this client was the limit" for s in cells)
+    said = "; ".join(f"{n} as {why}" if n < len(cells) else why for why, n in whys.items())
+    return f"{len(cells)} of {of} cells left out: {said}" if cells else ""
 
 
 def _clear(of: Limited) -> bool:

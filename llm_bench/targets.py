@@ -233,7 +233,7 @@ def _checked(target: Target) -> Target:
     if bool(target.http) is not bool(DIALECTS[target.api].made):
         table = f"[{who.replace(' ', 's.')}.http]"
         why = f"has a table {table}, which is of api http" if target.http else f"is worded by a table {table} alone"
-        raise BenchError(f"{who}: api {target.api} {why}; docs/targets.md has an example")
+        raise BenchError(f"{who}: api {target.api} {why}: body = '{{\"prompt\": {{{{prompt|tojson}}}}}}', text = ...")
     if not target.launch:
         for url in target.urls:
             _check_url(who, url)

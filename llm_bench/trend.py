@@ -125,8 +125,12 @@ def _summary(found: Sequence[History]) -> str:
     looked = sum(not h.note for h in found)
     if not looked:
         return "No verdict: too few runs for a change point."
-    of = f"in {looked} histor{'y' if looked == 1 else 'ies'} that are long enough"
-    return f"{worse} changed for the worse, {better} for the better, {of}." if marks else f"No change {of}."
+    of = f"in {looked} histor{'y that is' if looked == 1 else 'ies that are'} long enough"
+    if not marks:
+        return f"No change {of}."
+    other = sum(bool(history.other_work(h, c)) for h in found for c in h.found)
+    said = f" At {other} of these the work changed too, which may be all that it is." if other else ""
+    return f"{worse} changed for the worse, {better} for the better, {of}.{said}"
 
 
 def _notes(found: Sequence[History]) -> list[str]:

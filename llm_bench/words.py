@@ -24,6 +24,7 @@ RETRIED = "first_attempt_success"  # by default too, where retries hide it
 DEFAULT_UNSTREAMED = ("e2e_p50", "e2e_p95", "e2e_p99", *_OF_A_CELL)  # whole answers have no TTFT and no TPOT
 LIMITED = "client-limited: upper bounds of latency, lower bounds of throughput"
 UNCHECKED = "its https certificate was not checked (--insecure): another server could have answered"
+MOST_ERROR = 300  # characters of an error that are said: enough for what servers mean by one
 RECONNECTED_SHARE = 0.1  # above it the target closes what a client would have kept open
 DROPS_SHARE, DROPS_ALIKE = 0.5, "a server that drops requests within 50 ms would look the same"
 GOOD_AND_ALL = (
@@ -109,6 +110,14 @@ def beside(v: Value) -> list[str]:
     return small
 
 
+def first_error(failure: outcomes.Failure) -> str:
+    """Its text; of one that is a page long, as a proxy's or a traceback may be, the beginning."""
+    text = failure.first_error
+    if len(text) <= MOST_ERROR:
+        return text
+    return f"{text[:MOST_ERROR].rstrip()} … (of {len(text):,} characters; the records have them)"
+
+
 def remarks(sheet: Sheet) -> list[str]:
     """What stands below a table, for one cell: rule and edges, what is missing and why, labels, failures.
 
@@ -131,7 +140,7 @@ def remarks(sheet: Sheet) -> list[str]:
     if anew > RECONNECTED_SHARE * tried:
         alike = f"; {DROPS_ALIKE}" if anew > DROPS_SHARE * tried else ""
         lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew{alike}")
-    lines += [f"failed: {failure.text}, first: {failure.first_error}" for failure in sheet.failures]
+    lines += [f"failed: {failure.text}, first: {first_error(failure)}" for failure in sheet.failures]
     return lines + fault_lines(sheet)
 
 
@@ -231,7 +240,7 @@ def remarks_on_runs(group: Group) -> list[str]:
     lines += [line for name, of in group.by_class.items() for line in _interference(name, of)]
     for sheet in group.sheets:
         which = "" if sheet.measured.pair is None else f"run {sheet.measured.pair + 1} "
-        lines += [f"{which}failed: {f.text}, first: {f.first_error}" for f in sheet.failures]
+        lines += [f"{which}failed: {f.text}, first: {first_error(f)}" for f in sheet.failures]
         lines += [f"{which}{line}" for line in fault_lines(sheet)]
     return lines
 

@@ -49,7 +49,7 @@ def model_metadata(model: str, embedding_size: int) -> bytes:
         "platform": PLATFORM,
         "inputs": [
             {"name": "text", "datatype": "BYTES", "shape": [-1]},
-            {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]},
+            {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1], "parameters": {"optional": True}},
             {"name": "attention_mask", "datatype": "INT64", "shape": [-1, -1], "parameters": {"optional": True}},
         ],
         "outputs": [{"name": "embedding", "datatype": "FP32", "shape": [-1, embedding_size]}],

@@ -260,7 +260,8 @@ class Server:
     async def _score(self, body: dict[str, Any], entry: Entry, troubles: dict[str, Fault]) -> web.StreamResponse:
         """The log probabilities of a prompt, a piece of it between two steps; who leaves ends it after that piece."""
         self.engine.check_alive()
-        if body.get("model") in self.adapters.loaded:
+        model = body.get("model")
+        if isinstance(model, str) and model in self.adapters.loaded:
             raise ApiError(400, "echo: a LoRA adapter scores nothing; would be right: the model itself", "model")
         ask = scoring.parse_scoring(body, self.model, self.vocab_size)
         ids = await self._tokens(ask)

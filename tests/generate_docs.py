@@ -69,7 +69,8 @@ def dialects() -> str:
 
     lines = ["| api | the URL ends in | path after it | lengths held by | tried on |", "|---|---|---|---|---|"]
     for name, row in DIALECTS.items():
-        pins, tried = ", ".join(row.takes.pins) or "nothing", row.tried or "from its documented protocol"
+        unheld = "no length is asked" if row.comes.single_pass else "nothing"
+        pins, tried = ", ".join(row.takes.pins) or unheld, row.tried or "from its documented protocol"
         lines.append(f"| `{name}` | `{row.site.base or '/'}` | `{row.path or '/'}` | {pins} | {tried} |")
     return "\n".join(lines)
 

@@ -71,6 +71,15 @@ def test_one_load_makes_no_curve_and_a_second_target_has_a_key(tmp_path: Path) -
     assert len(points(figure)) == 3
 
 
+def test_a_class_of_a_mix_by_itself_is_no_load_of_the_mix(tmp_path: Path) -> None:
+    for i, alone in enumerate(("", "chat")):
+        load = {"kind": "replay", "label": f"x1 {alone}", "speed": 1.0, "warmup": 0.0, "class_alone": alone}
+        write_cell(tmp_path, f"{i:03d}-a", steady(50 + i), target={"name": "a"}, load=load)
+    mine = results.sheets(results.load_run(tmp_path), Asked(NAMES, NO_SLO))
+    assert len(mine) == 2
+    assert charts.curves({"a": list(mine)}, NO_SLO) == []
+
+
 def test_intervals_are_drawn_where_there_are_some(tmp_path: Path) -> None:
     late = [(r, 1_000_000 * (37 * r.index % 90)) for r in steady(50, n=1200, gap=1)]
     many = [replace(r, event_ns=[t + by for t in r.event_ns]) for r, by in late]

@@ -150,6 +150,9 @@ def test_what_a_config_does_not_say_may_be_given(model):
     ([*WORKED, "--target-rate", "1", "--as-of", "tomorrow"], "expected a day"),
     ([*WORKED, "--target-rate", "0"], "--target-rate 0"),
     ([*WORKED, "--price", "2.50"], "an amount an hour"),
+    ([*WORKED, "--price=-1/h"], "an amount an hour"),  # a sign is no currency
+    ([*WORKED, "--price", "<b>1/h"], "an amount an hour"),
+    (["--what-if", "utilization=70%"], "such as 0.7"),
     ([*WORKED, "--telemetry-cost", "1/h"], "without --price"),
     ([*WORKED, "--price", "$1/h", "--telemetry-cost", "€1/h"], "expected one"),
     ([*WORKED, "--format", "csv"], "expected one of terminal, md, json"),
@@ -178,8 +181,8 @@ def test_precisions_and_configs_that_are_none_are_refused(model, tmp_path):
 
 def test_times_prices_and_growth_are_read():
     assert [duration(t, "--x") for t in ("250ms", "90s", "5m", "1.5h")] == [0.25, 90, 300, 5400]
-    assert [hourly_price(t, "--x") for t in ("2.50/h", "$2.50/h", "EUR 3/hour", ".5 / h")] == [
-        ("", 2.5), ("$", 2.5), ("EUR", 3), ("", 0.5),
+    assert [hourly_price(t, "--x") for t in ("2.50/h", "$2.50/h", "EUR 3/hour", ".5 / h", "US$2/h", "€2/h")] == [
+        ("", 2.5), ("$", 2.5), ("EUR", 3), ("", 0.5), ("US$", 2), ("€", 2),
     ]  # fmt: skip
     found = growth_of("5%/month")
     assert (found.share, found.period) == (0.05, "month")

@@ -1,6 +1,8 @@
 """Log probabilities over HTTP: those of transformers, refused where there are none, and nobody else is disturbed."""
 
 import asyncio
+import math
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -9,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from llm_bench import perplexity
+from llm_bench.cli import app as bench
 from reference_engine import scoring, weights
 from reference_engine.config import EngineConfig
 from reference_engine.engine import Engine
+from reference_engine.lora import Loaded
 from reference_engine.server import Server, listen
 from reference_engine.tokenizer import ByteTokenizer
 from tests.engine_models import llama, prompts, runner, save
@@ -22,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 VOCAB = 264  # of a tokenizer of bytes
 TEXT = "A text that is scored, token by token: é."
-SCORE = {"echo": True, "max_tokens": 0, "logprobs": 2}
+SCORE: dict[str, Any] = {"echo": True, "max_tokens": 0, "logprobs": 2}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +80,7 @@ def test_they_are_those_of_transformers_in_openais_shape(read: weights.Weights) 
     asyncio.run(main())
 
 
-REFUSALS = [
+REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True}, "echo", "one whole choice"),
     ({"n": 2}, "echo", "one whole choice"),
     ({"logprobs": 21}, "logprobs", "would be right: an integer from 0 to 20"),
@@ -93,12 +99,18 @@ REFUSALS = [
 
 def test_what_cannot_be_scored_is_refused_by_name(read: weights.Weights) -> None:
     async def main() -> None:
-        async with scoring_server(read) as (port, _):
+        async with scoring_server(read) as (port, server):
             for changes, param, text in REFUSALS:
                 reply = await call(port, COMPLETIONS, SCORE | {"prompt": "x"} | changes)
                 assert reply.status == 400, changes
                 assert (reply.json["error"]["param"], text in reply.json["error"]["message"]) == (param, True), reply
-            assert (await call(port, COMPLETIONS, SCORE | {"prompt": "x", "model": "no"})).status == 404
+            unknown: Any
+            for unknown in ("no", ["tiny"], {}):
+                assert (await call(port, COMPLETIONS, SCORE | {"prompt": "x", "model": unknown})).status == 404
+            server.adapters.loaded["a"] = Loaded("a", 1, "a", 4)
+            reply = await call(port, COMPLETIONS, SCORE | {"prompt": "x", "model": "a"})
+            assert (reply.status, reply.json["error"]["param"]) == (400, "model")
+            assert "a LoRA adapter scores nothing" in reply.json["error"]["message"]
             assert (await call(port, COMPLETIONS, SCORE | {"prompt": "x"})).status == 200
 
     asyncio.run(main())
@@ -168,7 +180,7 @@ def test_memory_that_does_not_suffice_is_a_503_and_no_fault(
     monkeypatch.setattr(scoring, "score", score)
 
     async def main() -> None:
-        async with scoring_server(read) as (port, server):
+        async with scoring_server(read) as (port, _):
             reply = await call(port, COMPLETIONS, SCORE | {"prompt": "xy"})
             assert (reply.status, reply.json["error"]["message"]) == (503, "memory did not suffice to score the prompt")
             assert int(reply.headers["retry-after"]) >= 1
@@ -189,5 +201,47 @@ def test_whoever_is_being_served_gets_the_same_answer(read: weights.Weights) -> 
             )
             assert together.json["choices"] == alone
             assert len({reply.body.partition(b'"choices"')[2] for reply in scores}) == 1
+
+    asyncio.run(main())
+
+
+def test_the_bench_compares_two_precisions_by_it(read: weights.Weights, tmp_path: Path, monkeypatch: Any) -> None:
+    """The figures of the command are those of transformers for the model itself; the one of 8 bits is near it."""
+    monkeypatch.chdir(tmp_path)
+    ids = list(perplexity.TEXT.encode())
+    room = {"max_model_len": 2048}
+
+    def check(*urls: str) -> list[str]:
+        targets = ",".join(f"{name}={url}" for name, url in zip("abc", urls, strict=True))
+        ran = CliRunner().invoke(bench, ["targets", "check", targets, "--agree"])
+        assert ran.exit_code == 0, ran.output
+        return [line for line in ran.output.splitlines() if "bits a byte" in line or "not scored" in line]
+
+    async def main() -> None:
+        long = llama(vocab_size=VOCAB, max_position_embeddings=2048)
+        model = long(torch.tensor([ids])).logits[0].detach().double().log_softmax(-1)
+        nats = -sum(float(model[i, token]) for i, token in enumerate(ids[1:])) / (len(ids) - 1)
+        big = weights.read(save(long, tmp_path / "m"))
+        async with (
+            scoring_server(big, **room) as (one, _),
+            scoring_server(big, quantization="int8", **room) as (two, _),
+            scoring_server(read) as (three, _),
+        ):
+            urls = [f"http://127.0.0.1:{port}/v1" for port in (one, two, three)]
+            a, b, c, apart = await asyncio.to_thread(check, *urls)
+            said = re.fullmatch(r"  a: perplexity (\S+) over (\d+) tokens, (\S+) bits a byte", a)
+            assert said
+            assert float(said[1]) == pytest.approx(math.exp(nats), rel=1e-3)
+            assert int(said[2]) == len(ids) - 1
+            assert float(said[3]) == pytest.approx(nats / math.log(2), abs=1e-3)
+            assert b.startswith("  b: perplexity ")
+            assert "c: not scored: HTTP 400: " in c
+            assert "would be right: at most 512" in c
+            far = re.fullmatch(
+                r"a and b: perplexity \S+, (\S+) bits a byte; (\S+) nats apart at most, at token .*", apart
+            )
+            assert far
+            assert 0 < abs(float(far[1])) < 0.5
+            assert float(far[2]) > 0
 
     asyncio.run(main())

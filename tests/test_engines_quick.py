@@ -21,7 +21,7 @@ def test_it_keeps_the_contract(up: Up, name: str, spoken: Spoken, check: str, tm
     hold(up, name, spoken, check, tmp_path)
 
 
-@pytest.mark.parametrize("api", ["openai-chat", "tgi", "triton-generate"])
+@pytest.mark.parametrize("api", ["tgi", "triton-generate"])
 def test_a_protocol_that_mlserver_does_not_speak_ends_in_one_sentence(up: Up, api: str) -> None:
     """Its list of models is Triton's, so that only an answer tells the two apart."""
     asked = command("targets", "check", f"t={up('mlserver')[0]}", "--api", api, "--model", "words")

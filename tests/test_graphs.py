@@ -170,8 +170,9 @@ def test_a_guess_that_is_not_what_was_asked_does_not_count(change: str) -> None:
     assert token is not None
     sequence.computed = 3
     sequence.token_ids.append(token)
-    if change == "position":
-        sequence.computed = 0
+    if change == "position":  # one further on, after the same token: the guess itself has computed that one's keys
+        sequence.computed = 4
+        sequence.token_ids.append(token)
     if change == "blocks":
         sequence.blocks = [7, 8]
         memory.memory |= {(7, k): memory.memory[5, k] for k in range(3)}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from llm_bench import history, results
+from llm_bench import history, results, trend
 from llm_bench.book import Book
 from llm_bench.errors import BenchError
 from llm_bench.history import History
@@ -315,3 +315,19 @@ def test_the_book_writes_the_format_that_reports_know(tmp_path: Path) -> None:
         assert written.facts["llm_bench_run"] == results.FORMAT
     finally:
         written.close()
+
+
+def test_a_change_where_the_work_changed_too_says_so(tmp_path: Path) -> None:
+    figures = BASE[:6] + SLOW[:6]
+    folders = [made(tmp_path, f"r{day:02d}", v, day, settings={"seed": day // 6}) for day, v in enumerate(figures)]
+    (got,) = told(*folders)
+    assert [c.at for c in got.found] == [6]
+    assert history.sentences(got)[0].endswith("; not the same work as before: seed")
+    page = trend.page([got])
+    assert "in 1 history that is long enough. At 1 of these the work changed too" in page
+
+
+def test_a_change_of_equal_work_says_nothing_of_it(months: list[Path]) -> None:
+    (got,) = told(*months)
+    assert [history.other_work(got, c) for c in got.found] == [""]
+    assert "the work changed" not in trend.page([got])

@@ -25,7 +25,7 @@ history trend diagnose_report accelerators kv_cache curves capacity batch_window
 kv_gauge knobs kv_plan capacity_fleet capacity_plan capacity_report search_evidence search_backlog
 search search_report search_run selfcheck terminal options host_clock host_part host_agent host_link
 hosts ray_hosts cli_run convert cli_trace cli_gate cli_canary cli_capacity cli_diagnose cli_search
-probe_report cli fault_proxy perplexity scoring_ask""".split()
+perplexity probe_report scoring_ask cli fault_proxy""".split()
 
 PURE = """printable prometheus server_names server_metrics energy kv_gauge capacity_fleet search_evidence
 search_backlog diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
@@ -37,7 +37,8 @@ columns outcomes identities sending facts client same_work as_tools timeline cha
 history kv_cache curves capacity batch_window accelerators sheet arrange law framing protocol
 dialect_openai dialect_responses dialect_tgi dialect_triton dialect_sglang dialect_llamacpp
 dialect_anthropic dialect_chunks interference neighbours trend grpc_frames kserve_messages
-dialect_kserve_grpc faults recovery recovery_words host_clock host_checks""".split()
+dialect_kserve_grpc faults recovery recovery_words host_clock host_checks dialect_pooling dialect_kserve
+dialect_http kserve_tensors""".split()
 PURE_ENGINE = "sequence admission blocks policies scheduler account faults openapi batcher embeddings kserve".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 

@@ -12,6 +12,7 @@ from llm_bench.errors import BenchError
 from llm_bench.mix import Part, mix, parse_part
 from llm_bench.prefixes import prefix_bound
 from llm_bench.request import Request, Trace
+from llm_bench.ticks import inter_arrival_cv
 from llm_bench.trace import read, write
 
 BLOCK = 16
@@ -306,3 +307,34 @@ def test_a_wrong_part_is_refused_in_words(text, words):
         parse_part(text)
     assert words in str(e.value)
     assert str(e.value).startswith(f"part {text!r}: ")
+
+
+# -- ticks ------------------------------------------------------------------------------------------------------------
+
+
+def on_ticks(n: int, step: float = 3.0, together: int = 10) -> Trace:
+    return trace(*(Request(10, 5, at_s=step * (i // together)) for i in range(n)))
+
+
+def test_ticks_are_spread_before_other_times_hide_them():
+    mixed = mix([(on_ticks(400), CHAT), (arrivals(100, [1.19]), BATCH)], seed=1)
+    chat = np.array([r.at_s for r in of(mixed.requests, "chat")])
+    assert len(np.unique(chat)) == 400
+    assert inter_arrival_cv(chat) < 1.3  # as they stood: 3.0
+    assert next(n for n in mixed.notes if "ticks" in n).startswith("chat: timestamps stand on 3 s ticks")
+    assert mixed == mix([(on_ticks(400), CHAT), (arrivals(100, [1.19]), BATCH)], seed=1)
+
+
+def test_ticks_stay_where_that_is_asked_and_two_parts_on_them_are_spread_apart():
+    kept = mix([(on_ticks(400), CHAT), (on_ticks(100), BATCH)], seed=1, dejitter="off")
+    assert len({r.at_s for r in of(kept.requests, "chat")}) == 40
+    assert not [n for n in kept.notes if "ticks" in n]
+    two = mix([(on_ticks(100), CHAT._replace(share=1)), (on_ticks(100), BATCH._replace(share=1))], seed=1)
+    chat, batch = ([r.at_s or 0.0 for r in of(two.requests, name)] for name in ("chat", "batch"))
+    inside = np.array([[at % 3 for at in part] for part in (chat, batch)])
+    assert abs(np.corrcoef(inside)[0, 1]) < 0.98  # draws of its own in each
+
+
+def test_a_tick_that_cannot_be_one_is_refused():
+    with pytest.raises(BenchError, match="--dejitter 'soon': expected auto, even, off"):
+        mix([(on_ticks(40), CHAT), (on_ticks(40), BATCH)], dejitter="soon")

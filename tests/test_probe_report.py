@@ -1,6 +1,7 @@
 """What probes found, in words: of one target, side by side, and where greedy answers part."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from llm_bench import probe, probe_report
 from llm_bench.cli import app
+from llm_bench.perplexity import TEXT, Scored
 from llm_bench.probe import AGREEMENT
 from llm_bench.same_work import costs_apart, parting
 from llm_bench.targets import Target
@@ -93,6 +95,24 @@ def test_a_target_that_left_a_prompt_unanswered_has_nothing_to_compare():
     assert "no greedy answers to compare" in probe_report.agreement_lines([a, (a[0], a[1]._replace(answers=()))])[0]
 
 
+def test_scores_of_the_bundled_text_stand_beside_the_first_one_that_has_them():
+    """By hand: ln 2 a token is a perplexity of 2; over as many bytes as tokens, 1 bit a byte."""
+    x = Scored(("<s>", "a", "b"), (-math.log(2),) * 2, 2)
+    y = x._replace(logprobs=(-math.log(2), -math.log(8)))
+    other = Scored(("<s>", "ab"), (-math.log(16),), 2)
+    head, *lines = probe_report.scoring_lines([("n", "HTTP 404"), ("a", x), ("b", y), ("c", other)])
+    assert head.startswith(f"the bundled text of {len(TEXT)} bytes")
+    assert lines == [
+        "  n: not scored: HTTP 404",
+        "  a: perplexity 2 over 2 tokens, 1.0000 bits a byte",
+        "  b: perplexity 4 over 2 tokens, 2.0000 bits a byte",
+        "  c: perplexity 16 over 1 tokens, 2.0000 bits a byte",
+        "a and b: perplexity +2, +1.0000 bits a byte; 1.39 nats apart at most, at token 2 ('b')",
+        "a and c: +1.0000 bits a byte; perplexities do not compare, the text has other tokens there",
+    ]
+    assert len(probe_report.scoring_lines([("a", "x"), ("b", "y")])) == 3
+
+
 @given(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9))
 def test_two_texts_part_where_their_common_beginning_ends(start, x, y):
     place = parting(start + x, start + y)
@@ -118,5 +138,7 @@ def test_the_command_shows_a_table_and_the_agreement_and_refuses_one_target_alon
         assert ran.exit_code == 0, ran.output
         assert "openai-chat" in ran.output
         assert "greedy answers are the same" in ran.output
+        assert "  a: not scored: the protocol tgi has no way to ask for it\n" in ran.output
+        assert "  b: not scored: HTTP 404: The model `nope` does not exist.\n" in ran.output
         alone = CliRunner().invoke(app, ["targets", "check", "a", "--agree"])
     assert "--agree: one target, a, expected two or more" in str(alone.exception)

@@ -518,6 +518,20 @@ def test_every_format_lists_failures_with_their_statuses(tmp_path: Path, format_
         assert "rejected 503 x4, 429 x2" in text
 
 
+def test_an_error_of_a_page_is_said_by_its_beginning_and_kept_whole(tmp_path: Path) -> None:
+    page = "<p>overloaded</p>" * 1000
+    rows = [record(i, 10 * i, outcome="failed", error=page, end=10 * i + 1) for i in range(3)]
+    write_cell(tmp_path / "run", "000-a", [*rows, record(3, 100, events=[105])])
+    texts = {
+        format_: report.render([results.load_run(tmp_path / "run")], Asked(["error_rate"]), format_)
+        for format_ in ("terminal", "md", "html", "json")
+    }
+    assert json.loads(texts.pop("json"))["runs"][0]["cells"][0]["failures"][0]["first_error"] == page
+    for text in texts.values():
+        assert 5 <= text.count("overloaded") <= 60  # of 1,000; the page has it in its verdict, its tables, its remarks
+        assert "of 17,000 characters; the records have them)" in " ".join(text.split())
+
+
 @pytest.mark.parametrize("format_", report.FORMATS)
 def test_retries_show_the_first_attempts_unasked(tmp_path: Path, five: Path, format_: str) -> None:
     rows = [

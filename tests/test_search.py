@@ -177,6 +177,15 @@ def test_a_cell_that_was_not_steady_decides_nothing_and_gives_way_to_one_that_wa
     assert search.points(PLAN, [warming])[0].verdict == "UNDECIDED"
     both = search.points(PLAN, [warming, says(8, 0, 100, "b")])[0]
     assert (both.verdict, both.window) == ("MISSED", 100)
+    assert both.why.endswith("; 1 of 2 cells left out: not steady")
+
+
+def test_cells_that_a_verdict_leaves_out_are_said_with_their_reasons():
+    slow = [says(8, 50, 100, f"s{i}", client_limited=True) for i in range(2)]
+    (point,) = search.points(PLAN, [says(8, 97, 100), *slow, says(8, 100, 100, "w", unsound="too short")])
+    assert (point.verdict, point.window, point.requests) == ("UNDECIDED", 100, 400)
+    assert point.why.endswith("; 3 of 4 cells left out: 2 as this client was the limit; 1 as too short")
+    assert "left out" not in search.points(PLAN, [says(8, 97, 100), says(8, 97, 100, "b")])[0].why
 
 
 def test_what_this_client_slowed_is_no_miss_of_the_target():

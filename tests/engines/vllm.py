@@ -54,7 +54,12 @@ ENGINE = Engine(
     start,
     tuple(
         Spoken(api, MODEL, unknown=("http_4xx", "does not exist"), too_long=("http_4xx", "1024"), lasts=800, pins=pins)
-        for api, pins in (("openai-chat", True), ("openai-completions", True), ("openai-responses", False))
+        for api, pins in {
+            "openai-chat": True,
+            "openai-completions": True,
+            "openai-responses": False,
+            "anthropic-messages": False,
+        }.items()
     ),
     needs=needs,
     start_limit_s=400.0,
