@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test fuzz lint types docs size env clean test-engines test-pages
-.PHONY: test-ray bench-engine gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
+.PHONY: bench-engines test-ray bench-engine gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
 
@@ -85,8 +85,13 @@ bench-client: .venv/.dev   ## us beside the rivals that are installed; writes re
 bench-rivals-install: .venv/.dev   ## the rivals, each in an environment of its own (gigabytes, half an hour)
 	$(BIN)/python -m bench.rivals install
 
-test-engines: .venv/.dev   ## the contract on real servers; today llama.cpp's, which `make test` runs too
-	$(BIN)/python -m pytest tests/test_llamacpp.py -s
+test-engines: .venv/.dev   ## every real server that runs here: installed, held to the contract, its own times beside ours
+	$(BIN)/python -m tests.engines.environments || true
+	$(BIN)/python -m pytest tests/engines/slow.py tests/test_engines_quick.py tests/test_llamacpp.py tests/test_llamacpp_dialects.py -s
+
+bench-engines: .venv/.dev  ## one model on three engines; writes reports/engines/
+	$(BIN)/python -m tests.engines.environments vllm
+	$(BIN)/python -m bench.engines
 
 test-pages: .venv/.dev     ## HTML reports in a headless Chromium: console, width, dark, print; pictures in build/pages
 	command -v chromium >/dev/null || test -n "$$CHROMIUM" || apt-get install -y chromium

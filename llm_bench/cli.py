@@ -172,6 +172,7 @@ def check(
         with known.running(declared, say) as target:
             found.append((target, probe.probe(target, say, ready_timeout, compared=len(chosen) > 1)))
             if agree:
+                say(f"{target.name}: scoring the bundled text")
                 scored.append((target.name, scoring_ask.ask(target, found[-1][1].model)))
     table = Table("", *(escape(target.name) for target, _ in found))
     for row in probe_report.side_by_side(found):

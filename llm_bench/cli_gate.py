@@ -1,5 +1,6 @@
 """`llm-bench gate`, `compare` and `history`: what changed between arms, and over runs."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -187,6 +188,9 @@ def history(
     names, agreed = report.parse_metrics(metric), objectives.parse(slo, deadlines)
     if not names:
         raise BenchError("--metric: no name, expected one or more, such as ttft_p95,tokens_per_second")
+    twice = [path for path, times in Counter(path.resolve() for path in runs).items() if times > 1]
+    if twice:  # a run that counts twice is evidence of nothing
+        raise BenchError(f"{twice[0]}: given twice; expected each run once")
     found = past.histories(_readable(runs), names, target, load, agreed.context())
     said: dict[str, Callable[[], str]] = {
         "terminal": lambda: past.text(found, details),

@@ -49,9 +49,9 @@ def front_end(case: Case) -> Finding | None:
 
 
 def cache(case: Case) -> Finding | None:
-    """Cells of one target that met its cache in different states."""
-    mine = cached_share(case)
-    theirs = [(share[0], other) for other in case.siblings if (share := cached_share(other))]
+    """Cells of one target and the same work that met its cache in different states."""
+    mine, alike = cached_share(case), [other for other in case.siblings if _class_of(other) == _class_of(case)]
+    theirs = [(share[0], other) for other in alike if (share := cached_share(other))]
     if mine is None or not theirs:
         return None
     least, other = min(theirs, key=lambda of: of[0])
@@ -70,3 +70,8 @@ def cache(case: Case) -> Finding | None:
         "Compare cells with equal shares only: restart the server between them, switch its prefix cache off, or let "
         "prompts differ (no --reuse-prompts)",
     )
+
+
+def _class_of(case: Case) -> str:
+    """The class of a mix that a cell measured by itself: its prompts share what they share, and no other class's."""
+    return (case.cell.header.get("load") or {}).get("class_alone") or ""

@@ -139,6 +139,6 @@ ROWS = {
         takes=Takes("messages", chat=True, asked=asked_by(_WORDS)),
         comes=Comes(last_word="message_stop"),
         site=OPENAI_SITE._replace(headers=(("anthropic-version", "2023-06-01"),), key_header=("x-api-key", "{key}")),
-        tried="llama.cpp",
+        tried="vLLM 0.32, llama.cpp",
     )
 }

@@ -102,5 +102,6 @@ ROWS = {
         "",
         Takes("prompt", model=""),
         Site(ready="/-/routes", is_ready=lambda body: any(route[:1] == "/" for route in json_of(body)), at_origin=True),
+        "Ray Serve 2.60 with an app of our own",
     ),
 }

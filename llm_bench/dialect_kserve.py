@@ -151,7 +151,7 @@ ROWS = {
         takes=_TAKES,
         comes=_COMES,
         site=_SITE,
-        tried="the bundled engine, recorded answers of Triton 2.51 and MLServer 1.7.1",
+        tried="Triton 2.51, MLServer 1.7.1, the bundled engine",
     ),
     "kserve-binary": Dialect(
         "/v2/models/{model}/infer",
@@ -163,6 +163,6 @@ ROWS = {
         comes=_COMES,
         site=_SITE,
         transport="kserve-binary",
-        tried="the bundled engine, recorded answers of Triton 2.51",
+        tried="Triton 2.51, the bundled engine",
     ),
 }

@@ -172,7 +172,13 @@ def _server_ms(event: JsonObject) -> Mapping[str, float]:
     timings, metrics = event.get("timings"), event.get("metrics")
     if timings is None and metrics is None:  # as in nearly every event
         return NOTHING.server_ms
-    return ms_by(metrics, _METRICS) if timings is None else ms_by(timings, TIMINGS)
+    if timings is not None:
+        return ms_by(timings, TIMINGS)
+    said = dict(ms_by(metrics, _METRICS))
+    if isinstance(metrics, dict) and "prefill_time_ms" not in metrics and "server_ttft_ms" in said:
+        said["server_prefill_ms"] = said["server_ttft_ms"]  # vLLM's begins where a request is scheduled (0.32)
+        said["server_ttft_ms"] += said.get("server_queue_ms", 0.0)
+    return said
 
 
 def _index(choice: JsonObject) -> int:

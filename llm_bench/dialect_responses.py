@@ -148,6 +148,6 @@ ROWS = {
         takes=Takes("input", chat=True, asked=asked_by(_WORDS)),
         comes=Comes(last_word="response.completed"),
         site=OPENAI_SITE,
-        tried="llama.cpp",
+        tried="vLLM 0.32, llama.cpp",
     )
 }

@@ -15,6 +15,7 @@ from llm_bench.workload import lengths, stamps
 
 LEAST_ROWS = 20  # of fewer rows, nothing is said about a spread or a rate
 RATES = (1e-3, 1e3)  # requests a second of any service whose trace is public: outside of it a unit is likely wrong
+FEW = 0.1  # requests a second below which whole numbers of a table that names no unit are as likely ms as s
 EPOCH = (1e9, 4e9)  # seconds since 1970, from 2001 to 2096
 CHANCE = 14.0  # nats: what is less likely than e^-14, one in a million, is no chance
 LONGEST = 200  # gaps looked at: a trace of more holes than these is not one with holes
@@ -90,10 +91,21 @@ def _unit(case: _Case) -> str:
         return ""
     rate = n / span
     if RATES[0] <= rate <= RATES[1]:
-        return ""
+        return _perhaps_ms(case, rate, span)
     way, other = ("many", "s") if rate > RATES[1] else ("few", "ms")
     read = f" read as {unit}" if unit else ""
     return f"{figure(rate)} requests/s over {figure(span)} s{read}: very {way}. Is the unit {other}? Give the unit"
+
+
+def _perhaps_ms(case: _Case, rate: float, span: float) -> str:
+    """Of a table of one's own, which has seconds where nothing is said: 4 requests/s in ms would be 0.004/s."""
+    whole = (case.trace.facts.get("resolution_s") or 0.0) >= 1
+    if case.trace.format != "plain" or case.trace.facts.get("unit") != "s" or not whole or rate >= FEW:
+        return ""
+    return (
+        f"whole numbers read as s are {figure(rate)} requests/s over {figure(span)} s; as ms they would be "
+        f"{figure(1000 * rate)}/s over {figure(span / 1000)} s. If they are, give --unit ms"
+    )
 
 
 def _order(case: _Case) -> str:

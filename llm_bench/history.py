@@ -21,6 +21,7 @@ from llm_bench.series import NOTHING, Context
 from llm_bench.words import number
 
 SCHEMA = 1  # of the JSON document
+LAST_NS = 253_402_300_799 * 10**9  # the end of the year 9999: a wall clock that says more has none
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -135,10 +136,12 @@ def _points(run: Run, cells: Sequence[int], asked: Sequence[Metric], context: Co
 
 
 def wall_ns(run: Run) -> int:
-    """When it was begun, by its wall anchor. Raises BenchError where it has none."""
+    """When it was begun, by its wall anchor. Raises BenchError where it has none, or one that is no time of ours."""
     anchors = [run.facts.get("anchor"), *(m.cell.header.get("anchor") for m in run.cells)]
     for anchor in anchors:
         if isinstance(anchor, list) and anchor and isinstance(anchor[0], int):
+            if not 0 <= anchor[0] <= LAST_NS:
+                raise BenchError(f"{run.path}: made {anchor[0]} ns after 1970 (anchor), expected 0 to the year 9999")
             return anchor[0]
     raise BenchError(f"{run.path}: neither run.json nor a record file says when it was made (anchor)")
 

@@ -37,23 +37,24 @@ class Scored(NamedTuple):
 def read(answer: Any, text: str) -> Scored:
     """An answer to `echo: true, max_tokens: 0, logprobs: N` of OpenAI's /v1/completions, with `text` as its prompt.
 
-    A server that answers with a token all the same, which its usage says, has it taken off. Raises ValueError for an
-    answer that is not of the prompt, or has no log probabilities of it.
+    A token that was made all the same is beyond the prompt's, which usage counts, and is taken off; its count of made
+    ones says nothing (vLLM: 1, of an answer that has none). Raises ValueError for an answer that is not of the prompt,
+    or has no log probabilities of it.
     """
     try:
         choice = answer["choices"][0]
         said, tokens, values = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
-        more = (answer.get("usage") or {}).get("completion_tokens") or 0
+        prompt = (answer.get("usage") or {}).get("prompt_tokens")
     except (LookupError, TypeError, AttributeError):
         raise ValueError("the answer has no log probabilities of the prompt") from None
     if not isinstance(said, str) or not said.startswith(text):
         raise ValueError("the answer does not repeat the prompt: echo is not heard")
     if not (isinstance(tokens, list) and isinstance(values, list) and len(tokens) == len(values)):
         raise ValueError("the answer has not one log probability a token")
-    if not isinstance(more, int) or (said == text) != (more == 0):
+    if type(prompt) is int and prompt > 0:
+        tokens, values = tokens[:prompt], values[:prompt]
+    elif said != text:
         raise ValueError("the answer goes on behind the prompt, by an unknown number of tokens")
-    end = len(values) - more
-    tokens, values = tokens[:end], values[:end]
     skipped = next((i for i, value in enumerate(values) if value is not None), len(values))
     counted = values[skipped:]
     if not counted or not all(type(v) in (int, float) and math.isfinite(v) and v < ROUNDING for v in counted):

@@ -141,7 +141,7 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         if not row.comes.single_pass:
             notes += _of_lengths(target.api, want, ask, pinned, first)
         if not row.comes.single_pass or first.tokens_in >= 0:  # many a single pass has no tokens to count
-            sized = _sizes(client, target, ask, timeouts, notes)
+            sized = _sizes(client, target, ask, timeouts, notes, target.max_model_len or max_len)
         base, per_word, cached = sized
         greedy = [_greedy(client, target, text, ask, timeouts) for text in AGREEMENT] if compared else []
     span_ms = (first.event_ns[-1] - first.event_ns[0]) / 1e6 if len(first.event_ns) > 1 else None
@@ -261,6 +261,11 @@ def _models(
             if said := mistaken.of_tls(target, e):
                 raise TargetError(said) from None
             why = f"{type(e).__name__}: {e}"
+            if isinstance(e, httpx.RemoteProtocolError) and "illegal" in why:  # no start-up ends in HTTP/1.1 from here
+                raise TargetError(
+                    f"target {target.name}: {target.url} answers, but not in HTTP/1.1 ({e}); a gRPC server is asked "
+                    "with --api kserve-grpc"
+                ) from None
         if time.monotonic() >= deadline_s:
             raise TargetError(
                 f"target {target.name}: {target.url} is not ready after {ready_s:g} s ({why}); "
@@ -358,16 +363,22 @@ def _ladder(
 
 
 def _sizes(
-    client: httpx.Client, target: Target, ask: Ask, timeouts: Timeouts, notes: list[str]
+    client: httpx.Client, target: Target, ask: Ask, timeouts: Timeouts, notes: list[str], limit: int | None
 ) -> tuple[float, float, bool]:
-    """(tokens beyond the words, tokens a word, is the cache reported), from two prompts of known word counts."""
+    """(tokens beyond the words, tokens a word, is the cache reported), from two prompts of known word counts.
+
+    `limit`: the longest prompt and answer that the target takes, where it is known.
+    """
     points, cached = [], False
     # Encoders of a single pass take 512 tokens, most of them; a word may be five.
-    for count in (8, 64) if target.dialect.comes.single_pass else (16, 256):
+    long = min(256, max(32, limit // 8)) if limit else 256
+    for count in (8, 64) if target.dialect.comes.single_pass else (16, long):
         request = Request(tokens_in=count, tokens_out=1, prompt=probe_text(count, f"probe {clock.now_ns()}"))
         got, _ = talk.ask(client, target, request, ask, timeouts)
         if got.tokens_in < 0:  # whatever the one token was: a server that counts has counted
-            notes.append("prompt tokens are not reported: prompts are sized at one token a word, unchecked")
+            unanswered = f"a prompt of {count} words was not answered ({got.error[:120]})"
+            why = "prompt tokens are not reported" if got.outcome == "ok" else unanswered
+            notes.append(f"{why}: prompts are sized at one token a word, unchecked")
             return 0.0, 1.0, False
         points.append((count, got.tokens_in))
         cached = cached or got.tokens_cached >= 0

@@ -328,6 +328,7 @@ def named(facts: JsonObject, keys: Mapping[str, str]) -> Mapping[str, str]:
 
 
 _PRECISIONS = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+_PRECISIONS |= {"f16": "float16", "mostly f16": "float16", "f32": "float32", "all f32": "float32"}  # llama.cpp's
 
 
 def same_build(x: str, y: str) -> bool:

@@ -1,6 +1,6 @@
 """A target is asked how likely it finds the bundled text: OpenAI's echo without an answer, which vLLM has too.
 
-Read from reference_engine's answers; written for vLLM (0.32) by its source, untried on the real thing.
+Read from answers of reference_engine and of vLLM 0.32; of SGLang and others untried.
 """
 
 from typing import Any

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from llm_bench import diagnose_report, results, scrape, targets, windows
 from llm_bench.columns import Cell
 from llm_bench.diagnose import CAUSES, RULES, Diagnosis, diagnose
+from llm_bench.diagnose_server import cache
 from llm_bench.evidence import Case, flushes, related
 from llm_bench.server_metrics import Figure, Figures
 from llm_bench.server_names import METRICS_OF
@@ -479,3 +480,12 @@ def _app() -> Any:
     app = typer.Typer()
     app.command()(command_)
     return app
+
+
+@pytest.mark.parametrize("alone", ["", "chat"])
+def test_a_class_that_was_measured_alone_is_no_colder_cell_of_the_mix(alone: str) -> None:
+    first, second = (
+        case(cell([stream(i, 100 * i, 30.0, tokens_cached=cached) for i in range(100)], load=OPEN | of), load=load)
+        for load, cached, of in (("x1 alone", 0, {"class_alone": alone}), ("x1", 60, {}))
+    )
+    assert (cache(related([first, second])[1]) is None) == bool(alone)

@@ -138,7 +138,8 @@ def test_the_servers_own_account_goes_by_our_names():
     }
     metrics = {"time_to_first_token_ms": 115.6, "generation_time_ms": 613.6, "queue_time_ms": 0.06, "mean_itl_ms": 87.7}
     assert decoded(CHAT, {"choices": [], "metrics": metrics | {"speculative_decoding": None}}).server_ms == {
-        "server_ttft_ms": 115.6,
+        "server_prefill_ms": 115.6,  # from where it is scheduled
+        "server_ttft_ms": 115.66,
         "server_queue_ms": 0.06,
         "server_decode_ms": 613.6,
         "server_tpot_ms": 87.7,

@@ -303,3 +303,15 @@ def test_a_stamp_that_would_be_a_date_in_another_unit_is_doubted(unit, scale):
     three = clean(3)._replace(facts=FACTS | {"unit": unit, "zero_s": 1.7e9 / scale, "rows": 3})
     assert any("1,700,000,000" in said and "in s. Give the unit" in said for said in warnings(three))
     assert warnings(three._replace(facts=FACTS | {"unit": unit, "zero_s": 1.7e9})) == []
+
+
+def test_whole_numbers_of_a_table_without_a_unit_may_be_ms(tmp_path: Path) -> None:
+    at_ms = np.cumsum(np.random.default_rng(3).integers(1, 500, 300))
+    path = tmp_path / "mine.csv"
+    path.write_text("at,in,out\n" + "".join(f"{at},{100 + i % 90},{10 + i % 70}\n" for i, at in enumerate(at_ms)))
+    (said,) = (text for text in warnings(read(path)) if text.startswith("unit: "))
+    assert "whole numbers read as s" in said
+    assert "give --unit ms" in said
+    assert not [text for text in warnings(read(path, unit="ms")) if text.startswith("unit")]
+    path.write_text("at,in,out\n" + "".join(f"{at / 1000},{100 + i},{10 + i}\n" for i, at in enumerate(at_ms)))
+    assert not [text for text in warnings(read(path)) if text.startswith("unit")]

@@ -331,3 +331,20 @@ def test_a_change_of_equal_work_says_nothing_of_it(months: list[Path]) -> None:
     (got,) = told(*months)
     assert [history.other_work(got, c) for c in got.found] == [""]
     assert "the work changed" not in trend.page([got])
+
+
+@pytest.mark.parametrize("at_ns", [-1, 10**24])
+def test_a_time_of_no_clock_is_refused(tmp_path: Path, at_ns: int) -> None:
+    folder = made(tmp_path, "r", 100.0, 0)
+    write_book(folder, anchor=[at_ns, 1])
+    with pytest.raises(BenchError, match=rf"r: made {at_ns} ns after 1970 \(anchor\), expected 0 to the year 9999"):
+        told(folder)
+    write_book(folder, anchor=[history.LAST_NS, 1])
+    (last,) = told(folder)
+    assert "9999-12-31 23:59" in history.text([last])
+    assert history.table([last]).num_rows == 1
+
+
+def test_a_run_given_twice_is_refused(months: list[Path]) -> None:
+    again = months[0].parent / "." / months[0].name
+    assert "given twice" in refused("history", *months, again, "--metric", "ttft_p95")

@@ -171,3 +171,9 @@ def test_a_pool_that_cannot_be_is_one_line(flags: list[str], said: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert said in done.stderr
+
+
+def test_the_workspace_is_measured_within_the_models_positions() -> None:
+    """Two seats share a budget of 512: more than a sequence of 128 tokens can take."""
+    config = EngineConfig(device="cpu", memory_fraction=0.01, max_num_seqs=2, max_model_len=128)
+    assert kv_memory.workspace_bytes(config, tiny(kv_memory.preliminary(config))) >= 0

@@ -38,7 +38,7 @@ history kv_cache curves capacity batch_window accelerators sheet arrange law fra
 dialect_openai dialect_responses dialect_tgi dialect_triton dialect_sglang dialect_llamacpp
 dialect_anthropic dialect_chunks interference neighbours trend grpc_frames kserve_messages
 dialect_kserve_grpc faults recovery recovery_words host_clock host_checks dialect_pooling dialect_kserve
-dialect_http kserve_tensors""".split()
+dialect_http kserve_tensors perplexity""".split()
 PURE_ENGINE = "sequence admission blocks policies scheduler account faults openapi batcher embeddings kserve".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 

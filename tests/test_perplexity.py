@@ -46,7 +46,12 @@ def test_a_text_whose_first_token_has_a_probability_is_counted_whole():
 
 
 def test_tokens_that_were_made_all_the_same_are_taken_off():
-    said = answer(["a", "b", "!"], [None, -1.0, -9.0], completion_tokens=1)
+    said = answer(["a", "b", "!"], [None, -1.0, -9.0], prompt_tokens=2, completion_tokens=1)
+    assert read(said, "ab") == Scored(("a", "b"), (-1.0,), 1)
+
+
+def test_vllms_usage_counts_a_token_that_the_answer_has_not():
+    said = answer(["a", "b"], [None, -1.0], prompt_tokens=2, completion_tokens=1, total_tokens=3)
     assert read(said, "ab") == Scored(("a", "b"), (-1.0,), 1)
 
 
@@ -68,8 +73,7 @@ WRONG = [
     (answer(["a", "b"], [None]), "one log probability a token"),
     (answer("ab", [None, -1.0]), "one log probability a token"),
     (answer(["a", "b", "c"], [None, -1.0, -1.0]), "goes on behind the prompt"),
-    (answer(["a", "b"], [None, -1.0], completion_tokens=1), "goes on behind the prompt"),
-    (answer(["a", "b", "c"], [None, -1.0, -1.0], completion_tokens="1"), "goes on behind the prompt"),
+    (answer(["a", "b", "c"], [None, -1.0, -1.0], prompt_tokens="2"), "goes on behind the prompt"),
     (answer(["a", "b"], [None, None]), "that are none"),
     (answer(["a", "b", "c"], [-1.0, None, -1.0], text="ab"), "that are none"),
     (answer(["a", "b"], [None, 0.5]), "that are none"),
@@ -91,7 +95,7 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["choices", "text", "logprobs", "tokens", "token_logprobs", "usage", "completion_tokens"]),
+            st.sampled_from(["choices", "text", "logprobs", "tokens", "token_logprobs", "usage", "prompt_tokens"]),
             inner,
         )
     ),

@@ -14,7 +14,7 @@ WORDS[-1] = WORDS[-1].rstrip()
 
 
 def vllms(seen):
-    """What vLLM 0.32 answers, by its source: a begin-of-text without a probability, then every token of the text."""
+    """As vLLM 0.32 was seen to answer, its count of one made token too, with the begin-of-text of some models."""
     body = seen.json()
     tokens = ["<s>", *WORDS]
     logprobs = {
@@ -24,7 +24,7 @@ def vllms(seen):
         "top_logprobs": [None] + [{word: -1.5} for word in WORDS],
     }
     choice = {"index": 0, "text": body["prompt"], "logprobs": logprobs, "finish_reason": "length"}
-    usage = {"prompt_tokens": len(tokens), "completion_tokens": 0, "total_tokens": len(tokens)}
+    usage = {"prompt_tokens": len(tokens), "completion_tokens": 1, "total_tokens": len(tokens) + 1}
     return {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice], "usage": usage}
 
 

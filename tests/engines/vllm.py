@@ -1,4 +1,4 @@
-"""vLLM's CPU build with a random Llama of 5M parameters, which counts its own TTFT and TPOT for each request."""
+"""vLLM's CPU build with a random Llama of 3.5M parameters, which counts its own TTFT and TPOT for each request."""
 
 import subprocess
 import sys
