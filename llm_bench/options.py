@@ -108,7 +108,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
-_NAMES = {"from_s": "from", "to_s": "to"}  # of options whose own name is a word of Python's
+_NAMES = {"from_s": "from", "to_s": "to", "least": "min", "most": "max"}  # of options whose own name is a word of Python's
 
 
 def check_number(name: str, value: float, limits: Mapping[str, tuple[float, float]] = LIMITS) -> None:
