@@ -108,7 +108,8 @@ LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
-_NAMES = {"from_s": "from", "to_s": "to", "least": "min", "most": "max"}  # of options whose own name is a word of Python's
+# Of options whose own name is a word of Python, or of a function here.
+_NAMES = {"from_s": "from", "to_s": "to", "least": "min", "most": "max"}
 
 
 def check_number(name: str, value: float, limits: Mapping[str, tuple[float, float]] = LIMITS) -> None:
