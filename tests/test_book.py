@@ -84,7 +84,7 @@ def test_a_refused_folder_is_left_as_it_was_and_free(tmp_path):
 def test_a_second_run_into_the_folder_of_one_that_measures_is_refused(tmp_path):
     arguments = ("--concurrency", "2", "--out", tmp_path / "run")
     with Scripted(llm_server(lambda n, seen: good(seen, 30))) as server:
-        whole = command("run", "--targets", f"t={server.url}", "--trace", trace_file(tmp_path, rows(60)), *arguments)
+        whole = command("run", "--targets", f"t={server.url}", "--trace", trace_file(tmp_path, rows(300)), *arguments)
         first = subprocess.Popen(whole, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment())
         while not (tmp_path / "run" / "run.json").exists():
             assert first.poll() is None

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llm_bench import metrics, timeline, windows
+from llm_bench import metrics, series, timeline, windows
 from llm_bench.columns import Cell
 from llm_bench.records import Record
 from llm_bench.timeline import Bins
@@ -71,6 +71,7 @@ def test_bins_hold_the_whole_cell_and_begin_and_end_with_the_window(load: tuple[
 @given(loads())
 def test_tokens_of_all_bins_are_those_of_the_whole_run(load: tuple[Cell, Window]) -> None:
     measured, window = load
+    assume(not series.single_pass(measured))
     by = timeline.bins(measured, window)
     found = timeline.tokens(measured, by)
     whole = metrics.compute("tokens_per_second_run", measured, window).value
@@ -82,6 +83,7 @@ def test_tokens_of_all_bins_are_those_of_the_whole_run(load: tuple[Cell, Window]
 @given(loads())
 def test_slices_of_a_window_average_to_its_figures(load: tuple[Cell, Window]) -> None:
     measured, window = load
+    assume(not series.single_pass(measured))
     parts = timeline.slices(measured, window, timeline.timeline(measured, window))
     figures = metrics.compute_all(["tokens_per_second", "in_flight", "arrival_rate"], measured, window)
     assert parts.tokens is not None
