@@ -30,7 +30,7 @@ demo: .venv/.engine        ## the main job on the embedded engine, and its repor
 	$(BIN)/llm-bench report --metrics ttft_p95,tpot_p95,tokens_per_second,error_rate
 
 test: .venv/.dev           ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 fuzz: .venv/.dev           ## the properties with new examples each time, ten times as many
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -m 'not llamacpp'

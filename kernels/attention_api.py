@@ -60,6 +60,8 @@ class Work(NamedTuple):
     launches: tuple[tuple[Tile, torch.Tensor], ...]  # int32 [programs, 8]: a row of ITEM, sequence -1: nothing to do
     merges: torch.Tensor  # int32 [rows, 4]: a row of MERGE, splits 0: nothing to do
     slots: int  # results of splits, one a query each, that wait for the merge
+    rows: int = 0  # of query that it is of, and sequences: what is given must have as many
+    sequences: int = 0
 
     def to(self, device: torch.device | str) -> "Work":
         launches = tuple((tile, items.to(device)) for tile, items in self.launches)
@@ -98,7 +100,7 @@ def plan(
             items, merge, slots = _cut(tile, which, starts, n, length, group, window, slots)
             launches.append((tile, _int32(items)))
             merges.append(merge)
-    return Work(window, group, tuple(launches), _int32(np.concatenate(merges)), slots)
+    return Work(window, group, tuple(launches), _int32(np.concatenate(merges)), slots, int(n.sum()), len(n))
 
 
 def _fitting(tile: Tile, group: int) -> Tile:

@@ -198,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(names: Sequence[str], sizes: Sizes, capability: int | None) -> dict[str, Any]:
     if capability:
+        if capability < 75:
+            raise ValueError(f"--compile {capability}; would be right: 80 (A100), 89 (L40S), 90 (H100)")
         return {"compiled": [made for name in names for made in as_compiled(name, sizes, capability)]}
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported

@@ -274,3 +274,8 @@ def _check(
     for given in (work.merges, *(items for _, items in work.launches)):
         if given.device != query.device:
             raise ValueError(f"work is on {given.device}; would be right: {query.device}, where query is")
+    if work.rows > rows or work.sequences > len(tables):
+        raise ValueError(
+            f"work is of {work.rows} rows of {work.sequences} sequences; "
+            f"would be right: at most {rows} of {len(tables)}"
+        )

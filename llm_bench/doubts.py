@@ -80,7 +80,7 @@ def _faults(f: Facts) -> Finding | None:
         return None
     found = f"{many} {'were' if many > 1 else 'was'} done to this cell (--fault)"
     return Finding(
-        f"{found}: its figures are of a target in trouble", EITHER_WAY, "Compare it with no cell that had none"
+        f"{found}: its figures are of a target in trouble", EITHER_WAY, "Do not compare it with a cell without faults"
     )
 
 
@@ -154,6 +154,8 @@ def _warming(f: Facts) -> Finding | None:
         return None
     early_ms, rest_ms = settling.early_ms, settling.rest_ms
     found = f"{_begins(settling)}; e2e is {early_ms:.1f} ms on average between the two and {rest_ms:.1f} ms after"
+    if _faults(f):
+        return Finding(found, EITHER_WAY, "The faults that were asked for may be why: see what each did")
     longer = "--warmup, in requests" if f.header("load").get("concurrency") else "--warmup, in seconds"
     return Finding(found, TOO_HIGH if early_ms > rest_ms else TOO_LOW, f"Give a longer {longer}")
 

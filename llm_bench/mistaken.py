@@ -93,14 +93,14 @@ def _right(target: Target) -> str:
 def guess(client: httpx.Client, target: Target) -> str:
     """As which other protocol, or where else, the same server would answer; "" where none is found."""
     deadline_s = time.monotonic() + GUESSES_S
-    tried = {targets.asked_first(target, target.url)[1]}
+    tried: set[str] = set()
     for name, row in DIALECTS.items():
         url = targets.root_of(target.url) + row.site.base
         address, says = _sign(name, url)
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             break
-        if address in tried:
+        if address in tried or (name == target.api and url == target.url):
             continue
         tried.add(address)
         try:

@@ -59,6 +59,11 @@ def check_many(module: ModuleType) -> None:
     check(module, 70, 130, 48)
 
 
+def check_turns(module: ModuleType) -> None:
+    """One row tile more than take turns on the same weights."""
+    check(module, 64 * int8_matmul.TOGETHER + 1, 40, 16)
+
+
 SHAPES: list[tuple[int, int, int, dict[str, Any]]] = [
     (1, 80, 96, {}),
     (1, 1, 1, {}),
@@ -83,6 +88,7 @@ def test_sums_of_parts_of_k_are_whole() -> None:
 
 def test_rows_beyond_a_tile_are_the_next_tiles() -> None:
     check_many(int8_matmul)
+    check_turns(int8_matmul)
 
 
 def test_a_row_is_the_same_in_any_batch() -> None:
@@ -159,6 +165,7 @@ MUTATIONS = [
     Mutation("* weight_stride + k[None, :]", "* inputs + k[None, :]", check),
     Mutation("[None, :] * out_stride + n", "[None, :] * outputs + n", check),
     Mutation("first + within % side_by_side", "first", check_many),
+    Mutation("// (TOGETHER * n_tiles) * TOGETHER", "// (TOGETHER * n_tiles)", check_turns),
     Mutation("within // side_by_side * N", "within % side_by_side * N", check_many),
     Mutation("(split * rows + row) * outputs + n", "row * outputs + n", check_split),
     Mutation("total *= tl.load(scale + n, ", "total *= tl.load(scale + n * 0, ", check_split),

@@ -28,6 +28,7 @@ FILTERS: list[dict[str, Any]] = [
     {"top_p": 1e-9},
     {"min_p": 0.2},
     {"min_p": 1.0},
+    {"min_p": 0.2, "temperature": 2.0},
     {"top_k": 9, "top_p": 0.6, "min_p": 0.01, "temperature": 1.7},
 ]
 
@@ -253,6 +254,11 @@ def check_min_p(module: ModuleType) -> None:
     check(module, torch.tensor([0.9999]), min_p=0.2)
 
 
+def check_min_p_warm(module: ModuleType) -> None:
+    """The floor is of probabilities after the temperature."""
+    check(module, torch.tensor([0.9999]), min_p=0.2, temperature=2.0)
+
+
 def check_min_p_1(module: ModuleType) -> None:
     check(module, torch.tensor([0.9999]), min_p=1.0)
 
@@ -285,6 +291,7 @@ MUTATIONS = [
     Mutation("(1.0 / tl.maximum(temperature, 1e-20))", "tl.maximum(temperature, 1e-20)", check_ties),
     Mutation("& (weights >= floor)", "& (weights > floor)", check_min_p_1),
     Mutation("floor = min_p.to(tl.float32)", "floor = min_p.to(tl.float32) * 0", check_min_p),
+    Mutation("floor = min_p.to(tl.float32)", "floor = min_p.to(tl.float32) * inverse", check_min_p_warm),
     Mutation("tl.where(values == 0, 0.0, values).to", "values.to", check_zeros),
     Mutation("tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "bits", check_ties),
     Mutation("tl.where(key < 0, key ^ 0x7FFFFFFF, key)", "key", check_ties),

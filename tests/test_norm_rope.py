@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from tests.dense_kernels import (
     Mutation,
@@ -69,7 +70,9 @@ def check_rope(
 ) -> None:
     qkv = guarded(4 * random(3, heads[0] + 2 * heads[1], size, dtype=dtype))
     positions = torch.tensor([49, 0, 7])
-    cos, sin = (table.to(dtype) for table in tables(size))
+    cos, sin = (
+        pad(table.to(dtype), (0, more), value=9.0)[..., :size] for table, more in zip(tables(size), (3, 5), strict=True)
+    )
     norms = (random(size, dtype=dtype, seed=1), random(size, dtype=dtype, seed=2)) if normed else None
     right = reference_dense.norm_rope(qkv.view, positions, cos, sin, heads, norms, EPS)
     values = qkv.view[:, heads[0] + heads[1] :].clone()
@@ -200,6 +203,8 @@ MUTATIONS = [
     Mutation("k_b = tl.load(k_norm + half + column", "k_b = tl.load(k_norm + column", check_rope),
     Mutation("a * c - b * s", "a * c + b * s", check_rope),
     Mutation("sin_stride + half + column", "sin_stride + column", check_rope),
+    Mutation("cos.stride(0), sin.stride(0)", "size, sin.stride(0)", check_rope),
+    Mutation("cos.stride(0), sin.stride(0)", "cos.stride(0), size", check_rope),
     Mutation("tl.load(positions + row)", "tl.load(positions)", check_rope),
     Mutation("qkv + row * row_stride", "qkv + row * (heads * 2 * half)", check_rope),
 ]

@@ -49,6 +49,7 @@ class Case(NamedTuple):
     block_size: int = 16
     window: int = 0
     soft_cap: float = 0.0
+    scale: float | None = None
     dtype: torch.dtype = torch.float32
     stored: torch.dtype | None = None  # of pages; None: dtype
     tiles: dict[str, Tile] = attention_api.TILES[2, "roomy"]
@@ -123,7 +124,7 @@ def run(case: Case, made: Made, kernels: ModuleType = paged_attention, api: Modu
     assert programs < 10, f"{programs} programs: too slow to interpret"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "MERGED", case.merged)
-        kernels.paged_attention(out, *made[:4], work, soft_cap=case.soft_cap, **made.scales)
+        kernels.paged_attention(out, *made[:4], work, soft_cap=case.soft_cap, scale=case.scale, **made.scales)
     result = out.clone()
     out.fill_(CANARY)
     assert bool((whole == CANARY).all()), "a canary is dead"
@@ -138,7 +139,7 @@ def check(case: Case, kernels: ModuleType = paged_attention, api: ModuleType = a
     double = [t.double() if case.stored is None else t for t in made[1:3]]
     right = reference.paged_attention(
         made.query.double(), *double, made.tables, case.counts, case.lengths,
-        window=case.window, soft_cap=case.soft_cap, **made.scales,
+        window=case.window, soft_cap=case.soft_cap, scale=case.scale, **made.scales,
     )  # fmt: skip
     # Quantised pages meet float16 queries in bfloat16, see the wrapper.
     rounds = torch.bfloat16 if case.stored and case.dtype == torch.float16 else case.dtype
@@ -165,12 +166,14 @@ CASES = {
     "8 splits": Case([1], [120], heads=1, tiles=SMALL),
     "8 splits, 4 at a time": Case([1], [120], heads=1, tiles=SMALL, merged=4),
     "splits for several heads": Case([1], [33], heads=4, kv_heads=2, tiles={**SMALL, "few": Tile(16, 16, 32)}),
+    "head_dim 80, splits": Case([1], [40], dim=80, tiles=SMALL),
     "splits that some queries do not see": Case([4], [34], heads=1, tiles=SMALL),
     "a cut chunk": Case([3], [100], heads=1, tiles={"few": Tile(2, 16, 16), "many": Tile(16, 16, 64)}),
     "window": Case([1, 1, 3], [70, 5, 40], window=20),
     "window, chunk": Case([30], [90], window=20, tiles=SMALL),
     "window of one": Case([3, 1], [40, 1], window=1),
     "window, splits": Case([1], [100], heads=1, window=50, tiles=SMALL),
+    "a scale": Case([1, 5], [40, 20], scale=0.3),
     "soft cap": Case([1, 5], [40, 20], soft_cap=3.0),
     "float16": Case([1, 20], [40, 30], dtype=torch.float16),
     "bfloat16": Case([1, 20], [40, 30], dtype=torch.bfloat16),
@@ -246,6 +249,10 @@ def test_places_left_free_for_more_work_do_nothing() -> None:
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "shape": (lambda a: {"query": a["query"][0]}, r"query is \[2, 64\].*\[rows, heads, head_dim\]"),
+    "work of others": (
+        lambda a: {"work": laid_out(Case([1, 1], [5, 5], kv_heads=2))},
+        "work is of 2 rows of 2 sequences",
+    ),
     "out": (lambda a: {"out": a["out"][:, :1]}, r"out is \[4, 1, 64\]; would be right: \[4, 2, 64\]"),
     "out's dtype": (lambda a: {"out": a["out"].half()}, "out is float16; would be right: float32"),
     "float64": (lambda a: {"query": a["query"].double()}, "query is float64"),
@@ -296,6 +303,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "reads before the beginning": ("(column >= begin) & (column < end) if masked", "column < end if masked", "window"),
     "reads beyond the end": ("(column >= begin) & (column < end) if masked", "column >= begin if masked", "decodes"),
     "no scale": ("PRECISION) * scale", "PRECISION) * 1.0", "decodes"),
+    "the scale asked for": ("dim**-0.5 if scale is None else scale", "dim**-0.5", "a scale"),
     "scale without log2(e)": ("scale = LOG2_E * (", "scale = (", "decodes"),
     "no scale of keys": ("score *= tl.load(key_scale_at", "score += 0 * tl.load(key_scale_at", "int8"),
     "no scale of values": ("weight *= tl.load(value_scale_at", "weight += 0 * tl.load(value_scale_at", "int8"),
@@ -328,6 +336,9 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "stores beyond head_dim": (
         "mixed / total[:, None]).to(out.dtype.element_ty), mask=held",
         "mixed / total[:, None]).to(out.dtype.element_ty), mask=(number < queries)[:, None]", "head_dim 8",
+    ),
+    "a merge stores beyond head_dim": (
+        "mask=dim < DIM)\n\n\ndef", "mask=dim < DIM_PADDED)\n\n\ndef", "head_dim 80, splits",
     ),
     "merges without weights": ("tl.exp2(peak - level), tl.exp2", "tl.exp2(0 * (peak - level)), tl.exp2", "8 splits"),
     "merges all but the last": ("there = number < splits", "there = number < splits - 1", "8 splits"),
