@@ -174,7 +174,8 @@ def test_a_self_signed_certificate(api, model, tmp_path):
 def test_a_grpc_server_given_as_http():
     with ScriptedGrpc(serve()) as server:
         said = mistake(target_of(server, "triton-generate"))
-    assert "is not ready after" in said
+    assert "--api kserve-grpc" in said
+    assert "not in HTTP/1.1" in said
 
 
 @pytest.mark.parametrize(("facts", "said"), [({"insecure": True}, "--ca FILE"), ({"proxy": "http://p:1"}, "no proxy")])

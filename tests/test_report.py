@@ -353,7 +353,8 @@ def test_a_cell_that_cannot_be_read_is_named_and_the_others_are_shown(five: Path
     said = [d.text for d in results.verdict(run).doubts if d.kind == "missing cell"]
     assert [text.split(": ")[0] for text in said] == ["b at c=4", "002-c at ?"]
     assert all("it cannot be read: " in text and "not a record file of llm-bench" in text for text in said)
-    assert "001-b.arrow" in report.render([run], Asked(["error_rate"]), format_)
+    said = report.render([run], Asked(["error_rate"]), format_)
+    assert "001-b.arrow" in "".join(said.split())  # a long folder may break it over two lines
     (five / "000-a.arrow").write_bytes(torn)
     with pytest.raises(BenchError, match=r"000-a\.arrow: not a record file"):
         results.load_run(five)
@@ -448,7 +449,7 @@ def test_several_runs_stand_in_one_document(five: Path) -> None:
 def test_every_format_takes_an_empty_cell(tmp_path: Path, format_: str) -> None:
     write_cell(tmp_path / "run", "000-a", [])
     text = report.render([results.load_run(tmp_path / "run")], Asked(), format_)
-    assert "no ok request was due in the window" in text
+    assert "no ok request was due in the window" in " ".join(text.split())
     assert text.endswith("\n")
 
 
