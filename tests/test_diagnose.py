@@ -457,9 +457,9 @@ def test_a_small_batch_limit_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.skip(reason="an open fault: every second run names no storm")
 def test_a_small_kv_memory_is_named_by_its_preemptions(tmp_path: Path) -> None:
-    found = found_in(run(tmp_path, "--model sim:fast --num-blocks 48", rows(240, 4, 128), 8)[0])
+    # 480 tokens, where eight spread evenly over their lives hold 528: with 768 it hung on how the wave fell together.
+    found = found_in(run(tmp_path, "--model sim:fast --num-blocks 30", rows(64, 4, 128), 8)[0])
     assert "preemption storm" in ours(found)
     assert ours(found) <= {"preemption storm", "KV memory full"}
 
