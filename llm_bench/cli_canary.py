@@ -7,9 +7,11 @@ import typer
 
 from llm_bench import terminal
 from llm_bench.cli_gate import TextFormat, check_format, judge, write
-from llm_bench.cli_run import new_folder, parse_loads
+from llm_bench.cli_run import cut_code, new_folder, parse_loads
 from llm_bench.errors import BenchError
 from llm_bench.options import (
+    CELLS,
+    JOB,
     Api,
     BlockSize,
     Burstiness,
@@ -48,8 +50,9 @@ from llm_bench.options import (
     check_numbers,
     check_word,
     columns,
+    crew,
+    fields,
     given,
-    numbers,
 )
 
 LIMITS: dict[str, tuple[float, float]] = {"pairs": (1, 1000)}
@@ -143,38 +146,21 @@ def canary(
     if len(arms) != 2:
         raise BenchError("canary: --base and --candidate are one target each; several URLs of one: URL|URL")
     job = runs.Job(
+        **fields(context.params, JOB),
         targets=arms,
         loads=loads,
-        trace=trace,
-        format=trace_format,
-        block_size=block_size,
-        skip_bad=skip_bad,
-        unit=unit,
-        turns=turns,
         map=columns(mapping),
-        workers=0 if workers == "auto" else numbers(workers, "workers", int)[0],
-        resume=resume,
+        workers=crew(workers),
     )
     options = Options(
+        **fields(context.params, CELLS),
         out=out or new_folder(["canary", *(t.name for t in arms)]),
-        requests=requests,
-        duration_s=duration,
-        warmup=warmup,
-        drain_s=drain,
-        loop_trace=loop_trace,
-        seed=seed,
-        retries=retries,
-        too_long=too_long,
-        scale_lengths=scale_lengths,
-        ready_s=ready_timeout,
         rounds=Rounds(pairs, interleave=True, same_salt=same_salt),
-        slo=slo,
-        deadlines=deadlines,
     )
     say, live = terminal.voice()
     ended = runs.run(job, options, say, live)
     say(f"records: {options.out}")
-    if code := 130 if ended.interrupted else 4 if ended.gone else 5 if ended.died else 0:
+    if code := cut_code(ended):
         raise typer.Exit(code)
     found = results.load_run(options.out)
     judged = judge(pairing.arm(found, arms[0].name), pairing.arm(found, arms[1].name), asked, accepted, agreed)

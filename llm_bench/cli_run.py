@@ -11,6 +11,8 @@ import typer
 from llm_bench import terminal
 from llm_bench.errors import BenchError
 from llm_bench.options import (
+    CELLS,
+    JOB,
     Api,
     BlockSize,
     Burstiness,
@@ -63,6 +65,8 @@ from llm_bench.options import (
     check_numbers,
     check_word,
     columns,
+    crew,
+    fields,
     given,
     numbers,
 )
@@ -214,55 +218,24 @@ def run(
     limits = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
     if resume and out is None:
         raise BenchError("--resume: give the run's folder with --out, and what it was begun with")
-    crew = 0 if workers == "auto" else numbers(workers, "workers", int)[0]
+    processes = crew(workers)
     job = runs.Job(
+        **fields(context.params, JOB),
         targets=chosen,
         loads=loads,
-        trace=trace,
-        format=trace_format,
-        block_size=block_size,
-        skip_bad=skip_bad,
-        unit=unit,
-        turns=turns,
         map=columns(mapping),
-        from_s=from_s,
-        to_s=to_s,
-        limit=limit,
-        dejitter=dejitter,
         beside=[neighbours.parse(text) for text in beside or []],
         alone_too=alone_too or bool(beside),
         limited=sorted({limit.of_class for limit in asked.slo.limits} - {""}),
-        workers=crew,
-        resume=resume,
+        workers=processes,
     )
     options = Options(
+        **fields(context.params, CELLS),
         out=out or new_folder([t.name for t in chosen]),
-        requests=requests,
-        duration_s=duration,
-        warmup=warmup,
-        drain_s=drain,
-        loop_trace=loop_trace,
-        seed=seed,
-        retries=retries,
-        too_long=too_long,
-        scale_lengths=scale_lengths,
-        history=history,
-        token_ids=token_ids,
-        keep_model=keep_model,
-        reuse_prompts=reuse_prompts,
         stream=not no_stream,
-        keep_bytes=keep_bytes,
-        connect_per_request=connect_per_request,
-        spin_us=spin,
-        ready_s=ready_timeout,
-        metrics_url=metrics_url,
-        scrape_every_s=scrape_every,
-        gpu=gpu,
         faults=tuple(fault),
         timeouts=Timeouts(*(limit or None for limit in limits)),
         rounds=Rounds(repeat, interleave, same_salt),
-        slo=slo,
-        deadlines=deadlines,
     )
     say, live = terminal.voice()
     if ray and workers == "auto":
@@ -271,7 +244,7 @@ def run(
         if ray:
             from llm_bench import host_link, hosts, ray_hosts
 
-            links = stack.enter_context(ray_hosts.connected(ray, crew))
+            links = stack.enter_context(ray_hosts.connected(ray, processes))
             job = replace(job, fleet=hosts.fleet(links, host_link.greet(links)))
         ended = runs.run(job, options, say, live)
     say(f"records: {options.out}")
@@ -290,17 +263,18 @@ class Fails(NamedTuple):
 
 
 def _exit_code(ended: Any, verdict: Any, fails: Fails, say: Callable[[str], None]) -> int:
-    if ended.interrupted:
-        return 130
-    if ended.gone:
-        return 4
-    if ended.died:
-        return 5
+    if cut := cut_code(ended):
+        return cut
     bad = [name for name, ok, rate in verdict.cells if not ok or rate > fails.error_rate]
     if bad:
         say(f"failed: no ok request, or an error rate over {fails.error_rate:.0%}, in {', '.join(bad)}")
         return 1
     return slo_code(verdict) if fails.slo and slo_code(verdict) else 3 if fails.doubt and verdict.doubts else 0
+
+
+def cut_code(ended: Any) -> int:
+    """Exit code of a run that did not come to its end: Ctrl-C, a target that is gone, a worker that died; else 0."""
+    return 130 if ended.interrupted else 4 if ended.gone else 5 if ended.died else 0
 
 
 def slo_code(verdict: Any) -> int:

@@ -7,32 +7,52 @@ from typing import Annotated, Any
 import typer
 
 from llm_bench import terminal
+from llm_bench.cli_run import cut_code, new_folder
 from llm_bench.errors import BenchError
 from llm_bench.options import (
+    CELLS,
+    JOB,
     Api,
     BlockSize,
     Ca,
+    ConnectTimeout,
     Deadlines,
+    Drain,
+    Gpu,
     Insecure,
     KeyEnv,
+    Limit,
     Map,
+    MaxInFlight,
     MaxLen,
+    MetricsUrl,
     Model,
+    NoStream,
     Output,
     Proxy,
     Ready,
+    Retries,
+    ScaleLengths,
+    ScrapeEvery,
     SkipBad,
     SloText,
+    StallTimeout,
     TargetsFile,
     Tokenizer,
+    TooLong,
+    TotalTimeout,
     TraceFormat,
+    TtftTimeout,
     Turns,
     Unit,
+    Warmup,
+    Workers,
     check_numbers,
     check_word,
     columns,
+    crew,
+    fields,
     given,
-    numbers,
 )
 
 BYS = ("concurrency", "rate")
@@ -75,26 +95,16 @@ def search(
     ] = None,
     burstiness: Annotated[float, typer.Option(help="By rate: gamma shape of the gaps, 1 Poisson, 0.25 CV 2.")] = 1.0,
     constant: Annotated[bool, typer.Option("--constant", help="By rate: space the arrivals evenly.")] = False,
-    max_in_flight: Annotated[int | None, typer.Option(help="By rate: the only cap; late ones queue.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="First rows of the trace, at most N, in whole conversations.")
-    ] = None,
-    warmup: Annotated[
-        float | None, typer.Option(help="Of each cell: requests (slots; 2 x slots) or seconds (rate; 5% of the span).")
-    ] = None,
-    drain: Annotated[
-        float | None, typer.Option(help="Seconds to wait for a cell's last answers; default: their own time-outs.")
-    ] = None,
+    max_in_flight: MaxInFlight = None,
+    limit: Limit = None,
+    warmup: Warmup = None,
+    drain: Drain = None,
     seed: Annotated[int, typer.Option(help="Of arrivals.")] = 0,
-    retries: Annotated[
-        int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")
-    ] = 0,
-    too_long: Annotated[
-        str, typer.Option(help="Requests over the context limit: refuse, skip, clip or scale.")
-    ] = "refuse",
-    scale_lengths: Annotated[str, typer.Option(help="Multiply all lengths of the trace, e.g. 0.5 or 1/32.")] = "",
+    retries: Retries = 0,
+    too_long: TooLong = "refuse",
+    scale_lengths: ScaleLengths = "",
     history: Annotated[str, typer.Option(help="Answers in later turns: live or recorded.")] = "live",
-    no_stream: Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")] = False,
+    no_stream: NoStream = False,
     trace_format: TraceFormat = None,
     block_size: BlockSize = None,
     unit: Unit = None,
@@ -111,24 +121,18 @@ def search(
     proxy: Proxy = "",
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
-    connect_timeout: Annotated[float, typer.Option(help="Seconds; 0: none.")] = 10.0,
-    ttft_timeout: Annotated[float, typer.Option(help="Seconds from sending to the first token; 0: none.")] = 300.0,
-    stall_timeout: Annotated[
-        float, typer.Option(help="Seconds without a byte after the first token; 0: none.")
-    ] = 120.0,
-    total_timeout: Annotated[float, typer.Option(help="Seconds of one request in all, retries too; 0: none.")] = 3600.0,
+    connect_timeout: ConnectTimeout = 10.0,
+    ttft_timeout: TtftTimeout = 300.0,
+    stall_timeout: StallTimeout = 120.0,
+    total_timeout: TotalTimeout = 3600.0,
     deadlines: Deadlines = "",
-    metrics_url: Annotated[
-        str, typer.Option(help="Scrape the server's metrics beside each cell: URL|URL, or auto (/metrics of each).")
-    ] = "",
-    scrape_every: Annotated[float, typer.Option(help="Seconds between scrapes.")] = 1.0,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML, extra gpu).")] = False,
+    metrics_url: MetricsUrl = "",
+    scrape_every: ScrapeEvery = 1.0,
+    gpu: Gpu = False,
     format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
     output: Output = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-search-TARGETS.")] = None,
-    workers: Annotated[
-        str, typer.Option(help="Processes that share each cell: a number, or auto; a cap is held by one.")
-    ] = "auto",
+    workers: Workers = "auto",
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the search in --out, from the cells that it has.")
     ] = False,
@@ -140,7 +144,7 @@ def search(
     1% is always part of the SLO. Every cell is kept in the run's folder. Exit code 0: a bracket as narrow as asked
     for, or met at --max; 1: missed at --min; 3: left open when the budget ended.
     """
-    from llm_bench import cli_run, search_report, search_run, selection
+    from llm_bench import search_report, search_run, selection
     from llm_bench import targets as known
     from llm_bench.cell import HISTORIES, Options
     from llm_bench.exchange import Timeouts
@@ -161,35 +165,17 @@ def search(
     chosen = known.parse(targets, targets_file, given(context.params))
     timeouts = (connect_timeout, ttft_timeout, stall_timeout, total_timeout)
     job = Job(
+        **fields(context.params, JOB),
         targets=chosen,
         loads=(),
-        trace=trace,
-        format=trace_format,
-        block_size=block_size,
-        skip_bad=skip_bad,
-        unit=unit,
-        turns=turns,
         map=columns(mapping),
-        limit=limit,
-        workers=0 if workers == "auto" else numbers(workers, "workers", int)[0],
-        resume=resume,
+        workers=crew(workers),
     )
     options = Options(
-        out=out or cli_run.new_folder(["search", *(t.name for t in chosen)]),
-        warmup=warmup,
-        drain_s=drain,
-        seed=seed,
-        retries=retries,
-        too_long=too_long,
-        scale_lengths=scale_lengths,
-        history=history,
+        **fields(context.params, CELLS, but=("requests", "slo")),  # the search's own, not each cell's
+        out=out or new_folder(["search", *(t.name for t in chosen)]),
         stream=not no_stream,
-        ready_s=ready_timeout,
         timeouts=Timeouts(*(limit or None for limit in timeouts)),
-        deadlines=deadlines,
-        metrics_url=metrics_url,
-        scrape_every_s=scrape_every,
-        gpu=gpu,
     )
     asked = search_run.Search(
         by=by,  # type: ignore[arg-type]
@@ -224,10 +210,4 @@ def _check_loads(by: str, start: float | None, low: float, high: float) -> None:
 
 
 def _code(ended: Any, codes: list[int]) -> int:
-    if ended.interrupted:
-        return 130
-    if ended.gone:
-        return 4
-    if ended.died:
-        return 5
-    return next((code for code in (1, 3) if code in codes), 0)
+    return cut_code(ended) or next((code for code in (1, 3) if code in codes), 0)

@@ -152,6 +152,33 @@ def given(params: Mapping[str, Any]) -> dict[str, Any]:
     return {field: params[flag] for flag, field in _FIELDS.items() if params[flag]}
 
 
+# Fields of run.Job and of cell.Options that are a flag's value as it stands -> the parameter.
+JOB = {"format": "trace_format"} | {
+    name: name for name in "trace block_size unit turns skip_bad from_s to_s limit dejitter resume".split()
+}
+CELLS = {
+    "duration_s": "duration",
+    "drain_s": "drain",
+    "spin_us": "spin",
+    "ready_s": "ready_timeout",
+    "scrape_every_s": "scrape_every",
+} | {
+    name: name
+    for name in "requests warmup loop_trace seed retries too_long scale_lengths history token_ids keep_model "
+    "reuse_prompts keep_bytes connect_per_request metrics_url gpu slo deadlines".split()
+}
+
+
+def fields(params: Mapping[str, Any], flags: Mapping[str, str], but: Sequence[str] = ()) -> dict[str, Any]:
+    """Of a command's parameters those that are fields as they stand: each command has some of `flags`."""
+    return {field: params[flag] for field, flag in flags.items() if flag in params and flag not in but}
+
+
+def crew(workers: str) -> int:
+    """Worker processes of --workers; 0: auto. Raises BenchError."""
+    return 0 if workers == "auto" else int(numbers(workers, "workers", int)[0])
+
+
 def columns(text: str) -> Mapping[str, str] | None:
     """`at=ts,in=prompt_tokens` -> {"at": "ts", ...}. Raises BenchError; which names there are is the reader's word."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
