@@ -1,8 +1,8 @@
 """`python -m kernels.bench KERNEL`: bytes, GB/s (10^9) and TFLOP/s beside what this card copies and multiplies.
 
 On a GPU a call is timed within a CUDA graph, so that Python's launches are no part of it, over as many sets of inputs
-as make over half a gigabyte: an L2 cache of 50 MB holds none of them when its turn comes again. Without a GPU the
-kernels run tiny shapes under Triton's interpreter for their correctness: nothing is measured.
+as make over half a gigabyte: an L2 cache of 50 MB holds none of them when its turn comes again. Without a GPU there is
+nothing to measure: `--interpret` runs tiny shapes under Triton's interpreter for their correctness.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -47,89 +48,136 @@ class Timing(NamedTuple):
     least: float
     greatest: float
     sets: int
-    graph: bool  # False: launched one by one from Python, whose time is then part of it
+    way: str  # graph; eager: launched one by one from Python, whose time is then part of it; rehearsed: on a CPU
 
 
-def ceilings() -> Ceilings:
-    """Measured now: clocks and neighbours differ from day to day. About a second and 5 GB."""
-    source = torch.empty(CEILING_BYTES, dtype=torch.uint8, device="cuda")
+Calls = Sequence[Callable[[], object]]
+
+
+class Card(NamedTuple):
+    """What calls are timed on, and how often: a GPU, or something in its place, whose times mean nothing."""
+
+    device: torch.device
+    settle: Callable[[], object]  # waits for all that was launched
+    capture: Callable[[Calls], tuple[str, Callable[[], object]]]  # -> Timing.way, all the calls in turn
+    stopwatch: Callable[[], Callable[[], float]]  # starts; the result waits for what was launched since: microseconds
+    rotated_bytes: int = ROTATED_BYTES
+    warm: int = WARM_REPLAYS
+    replays: int = REPLAYS
+    copied_bytes: int = CEILING_BYTES
+    multiplied: int = CEILING_SIZE
+
+
+def cuda() -> Card:
+    def stopwatch() -> Callable[[], float]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+
+        def stop() -> float:
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) * 1e3
+
+        return stop
+
+    return Card(torch.device("cuda"), torch.cuda.synchronize, _captured, stopwatch)
+
+
+def rehearsal() -> Card:
+    """A CPU: each call once or twice, so that what a GPU would be asked to do has been done before."""
+
+    def stopwatch() -> Callable[[], float]:
+        begin = time.perf_counter_ns()
+        return lambda: max(time.perf_counter_ns() - begin, 1) / 1e3
+
+    return Card(
+        torch.device("cpu"), lambda: None, lambda calls: ("rehearsed", partial(_in_turn, calls)), stopwatch,
+        rotated_bytes=0, warm=0, replays=1, copied_bytes=10**6, multiplied=64,
+    )  # fmt: skip
+
+
+def ceilings(card: Card) -> Ceilings:
+    """Measured now: clocks and neighbours differ from day to day. About a second and 5 GB, which are given back."""
+    found = Ceilings(_copied(card), _multiplied(card))
+    torch.cuda.empty_cache()  # without a GPU it does nothing
+    return found
+
+
+def _copied(card: Card) -> float:
+    source = torch.empty(card.copied_bytes, dtype=torch.uint8, device=card.device)
     target = torch.empty_like(source)
-    copied = _time([lambda: target.copy_(source)])
-    a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * card.copied_bytes / _time([lambda: target.copy_(source)], card).median / 1e3
+
+
+def _multiplied(card: Card) -> float:
+    size = card.multiplied
+    a, b = (torch.randn(size, size, device=card.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    multiplied = _time([lambda: torch.matmul(a, b, out=out)])
-    return Ceilings(2 * CEILING_BYTES / copied.median / 1e3, 2 * CEILING_SIZE**3 / multiplied.median / 1e6)
+    return 2 * size**3 / _time([lambda: torch.matmul(a, b, out=out)], card).median / 1e6
 
 
-def measure(name: str, sizes: Sizes, limits: Ceilings) -> dict[str, Any]:
+def measure(name: str, sizes: Sizes, limits: Ceilings, card: Card) -> dict[str, Any]:
     """One kernel at one size as a row of results: its own figures and torch's."""
     case = CASES[name](sizes)
-    device = torch.device("cuda")
-    inputs = [case.make(device) for _ in range(sets(case))]
-    ours = _time([partial(case.ours, i) for i in inputs])
+    inputs = [case.make(card.device) for _ in range(sets(case, card.rotated_bytes))]
+    ours = _time([partial(case.ours, i) for i in inputs], card)
     row = {"kernel": name, "shape": case.shape, "bytes": case.moved_bytes, "flops": case.flops}
     row |= _figures(case, ours, limits)
     if case.torchs:
-        theirs = _time([partial(case.torchs, i) for i in inputs]).median
-        row |= {"torch_us": theirs, "times_torch": theirs / ours.median}
+        theirs = _time([partial(case.torchs, i) for i in inputs], card)
+        row |= {"torch_us": theirs.median, "torch_in": theirs.way, "times_torch": theirs.median / ours.median}
     return row
 
 
-def sets(case: Case) -> int:
+def sets(case: Case, rotated_bytes: int = ROTATED_BYTES) -> int:
     """How many sets of inputs take turns: two at least, so that the end of one is not the beginning of the next."""
-    return min(max(2, -(-ROTATED_BYTES // case.moved_bytes)), MOST_SETS)
+    return min(max(2, -(-rotated_bytes // case.moved_bytes)), MOST_SETS)
 
 
 def _figures(case: Case, timing: Timing, limits: Ceilings) -> dict[str, Any]:
     gb_s, tflop_s = case.moved_bytes / timing.median / 1e3, case.flops / timing.median / 1e6
     return {
         "us": timing.median, "us_least": timing.least, "us_greatest": timing.greatest, "sets": timing.sets,
-        "timed_in": "graph" if timing.graph else "eager",
+        "timed_in": timing.way,
         "gb_s": gb_s, "percent_of_copy": 100 * gb_s / limits.copy_gb_s,
         "tflop_s": tflop_s, "percent_of_matmul": 100 * tflop_s / limits.matmul_tflop_s,
     }  # fmt: skip
 
 
-def _time(calls: Sequence[Callable[[], object]]) -> Timing:
-    """One call on average over all of them in turn, REPLAYS times over."""
+def _time(calls: Calls, card: Card) -> Timing:
+    """One call on average over all of them in turn, `replays` times over."""
     calls[0]()  # compiles, allocates
-    torch.cuda.synchronize()
-    graph = _captured(calls)
-
-    def once() -> None:
-        if graph:
-            graph.replay()
-        else:
-            for call in calls:
-                call()
-
+    card.settle()
+    way, once = card.capture(calls)
     took = []
-    for turn in range(WARM_REPLAYS + REPLAYS):
-        begin, end = _event(), _event()
-        begin.record()
+    for turn in range(card.warm + card.replays):
+        stop = card.stopwatch()
         once()
-        end.record()
-        end.synchronize()
-        if turn >= WARM_REPLAYS:
-            took.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return Timing(statistics.median(took), min(took), max(took), len(calls), graph is not None)
+        us = stop() / len(calls)
+        if turn >= card.warm:
+            took.append(us)
+    return Timing(statistics.median(took), min(took), max(took), len(calls), way)
 
 
-def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph | None:
-    """All calls as one graph; None where something in them cannot be captured, which the figures then say."""
+def _in_turn(calls: Calls) -> None:
+    for call in calls:
+        call()
+
+
+def _captured(calls: Calls) -> tuple[str, Callable[[], object]]:
+    """All calls as one graph; where something in them cannot be captured, from Python, which the figures then say.
+
+    A capture that fails leaves its stream the current one and torch's generator as it was within it: hence the stream
+    around it, and hence nothing in `cases` may read a value on the host (its tests run it on tensors without memory).
+    """
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            _in_turn(calls)
     except RuntimeError:
         torch.cuda.synchronize()
-        return None
-    return graph
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return "eager", partial(_in_turn, calls)
+    return "graph", graph.replay
 
 
 def correct(name: str, sizes: Sizes, device: torch.device) -> dict[str, Any]:
@@ -156,7 +204,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for r in rows:
         products = [f"{r['tflop_s']:.1f}", f"{r['percent_of_matmul']:.1f}"] if r["flops"] else ["–", "–"]
         beside = f"{r['times_torch']:.2f}" if "times_torch" in r else "–"
-        took = f"{r['us']:.1f}" + (" (eager)" if r["timed_in"] == "eager" else "")
+        took = f"{r['us']:.1f}" + (f" ({r['timed_in']})" if r["timed_in"] != "graph" else "")
         cells = [r["kernel"], r["shape"], took, f"{r['gb_s']:.0f}", f"{r['percent_of_copy']:.1f}", *products, beside]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -174,6 +222,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile", type=int, metavar="CAPABILITY", help="only compile, for a card of 90 (H100), 80, …"
     )
+    parser.add_argument("--interpret", action="store_true", help="no GPU: are they right, at tiny shapes of ours")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser
 
@@ -186,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _usage(f"{unknown[0]!r} is no kernel; would be right: all, {', '.join(CASES)}")
     try:
         sizes = Sizes(**{f.name: getattr(options, f.name) for f in fields(Sizes)})
-        results = _run(names, sizes, options.compile)
+        results = _run(names, sizes, options.compile, options.interpret)
         text = json.dumps(results, indent=1)
         if options.json:
             options.json.write_text(text + "\n")
@@ -196,18 +245,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(not row["ok"] for row in results.get("correct", ())))
 
 
-def _run(names: Sequence[str], sizes: Sizes, capability: int | None) -> dict[str, Any]:
+def _run(names: Sequence[str], sizes: Sizes, capability: int | None, interpret: bool) -> dict[str, Any]:
     if capability:
         if capability < 75:
             raise ValueError(f"--compile {capability}; would be right: 80 (A100), 89 (L40S), 90 (H100)")
         return {"compiled": [made for name in names for made in as_compiled(name, sizes, capability)]}
-    if not torch.cuda.is_available():
+    if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
         tiny = replace(TINY, query=min(sizes.query, 3))
-        about = "no GPU: interpreted at tiny shapes for correctness; nothing is measured"
+        about = "interpreted at tiny shapes for correctness; nothing is measured"
         return {"measured": False, "about": about, "correct": [correct(n, tiny, torch.device("cpu")) for n in names]}
-    limits = ceilings()
-    rows = [measure(name, sizes, limits) for name in names]
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "no GPU to measure on; would be right: --interpret, for correctness, or --compile 90, for code"
+        )
+    card = cuda()
+    limits = ceilings(card)
+    rows = [measure(name, sizes, limits, card) for name in names]
     able = f"copies {limits.copy_gb_s:.0f} GB/s, multiplies {limits.matmul_tflop_s:.0f} TFLOP/s"
     text = f"{torch.cuda.get_device_name()}: {able}\n\n{table(rows)}"
     return {"measured": True, "ceilings": limits._asdict(), "rows": rows, "table": text}

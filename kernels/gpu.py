@@ -1,14 +1,16 @@
 """`python -m kernels.gpu`, or `make gpu`: everything that wants a GPU, in one run of at most eight minutes on one card.
 
 Stages run one after the other, each in a process of its own under its own time limit; one that fails or runs out of
-time leaves its text in the results and takes no other with it. After each stage the results so far are written:
-gpu.json and gpu.md in $OUT, or in build/. `--rehearse` runs the stages at tiny sizes on a CPU: nothing is measured.
+time leaves its text and the rows it had, and takes no other with it. After each stage the results so far are written:
+gpu.json and gpu.md in $OUT, or in build/; within one, after each row, to gpu-STAGE.json, so that nothing measured is
+lost however the run ends. `--rehearse` runs the stages at tiny sizes on a CPU: nothing is measured.
 """
 
 import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,15 +20,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kernels.gpu_engine import METRICS, SCALES, Results, Scale, batching, engine, environment_of
+from kernels.gpu_engine import (
+    BATCHING,
+    METRICS,
+    SCALES,
+    Results,
+    Save,
+    Scale,
+    answers,
+    batching,
+    engine,
+    environment_of,
+)
+
+if TYPE_CHECKING:  # a stage says whether kernels are interpreted before it imports one
+    from kernels.bench import Card, Ceilings
+    from kernels.cases import Sizes
 
 ROOT = Path(__file__).parents[1]
 WHOLE_S = 480.0
 
 
-def environment(scale: Scale) -> Results:
+def environment(scale: Scale, save: Save) -> Results:
     import torch
 
     found: Results = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -44,17 +61,29 @@ def environment(scale: Scale) -> Results:
         "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit",
         "--format=csv,noheader",
     ]
-    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):  # not in every container
+        said = "nvidia-smi says nothing"
     return found | {
         "card": card.name, "capability": f"{card.major}.{card.minor}", "multiprocessors": card.multi_processor_count,
         "memory_bytes": card.total_memory, "l2_bytes": card.L2_cache_size, "driver_sm_memory_power": said,
     }  # fmt: skip
 
 
-def ceilings(scale: Scale) -> Results:
+def ceilings(scale: Scale, save: Save) -> Results:
     from kernels import bench
 
-    return {} if scale.device == "cpu" else bench.ceilings()._asdict()
+    return bench.ceilings(_card(scale))._asdict()
+
+
+def _card(scale: Scale) -> "Card":
+    from kernels import bench
+
+    if scale.device != "cpu":
+        return bench.cuda()
+    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
+    return bench.rehearsal()
 
 
 # Odd sizes, and types that the interpreter cannot compute with. Sizes are small: the reference goes key by key.
@@ -78,20 +107,62 @@ CORRECT: list[tuple[str, Results]] = [
 ]
 
 
-def correctness(scale: Scale) -> Results:
+def correctness(scale: Scale, save: Save) -> Results:
     """Every kernel against float64, and rows alone against rows in a batch, bit for bit."""
     import torch
 
     from kernels import bench, cases
 
+    device = _card(scale).device
+    sizes, dtype, tried = cases.Sizes(**ODD), torch.bfloat16, CORRECT
     if scale.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
-        rows = [bench.correct(name, bench.TINY, torch.device("cpu")) for name in cases.CASES]
-        return {"rows": rows, "same_in_any_batch": _same_in_any_batch(torch.device("cpu"), torch.float32)}
-    sizes = cases.Sizes(**ODD)
-    device = torch.device("cuda")
-    rows = [_kept(partial(bench.correct, name, replace(sizes, **changes), device)) for name, changes in CORRECT]
-    return {"rows": rows, "same_in_any_batch": _same_in_any_batch(torch.device("cuda"), torch.bfloat16)}
+        sizes, dtype, tried = bench.TINY, torch.float32, [(name, {}) for name in cases.CASES]
+    found: Results = {"rows": [], "same_in_any_batch": {}}
+    for name, changes in tried:
+        found["rows"].append(_kept(partial(_correct, name, sizes, changes, device)))
+        save(found)
+    for same in (_same_in_any_batch, _attention_in_any_batch):
+        kept = _kept(partial(same, device, dtype))
+        found["same_in_any_batch"] |= {same.__name__: False} | kept if "failed" in kept else kept
+        save(found)
+    return found
+
+
+def _correct(name: str, sizes: "Sizes", changes: Results, device: Any) -> Results:
+    from kernels import bench
+
+    return bench.correct(name, replace(sizes, **changes), device)
+
+
+def _attention_in_any_batch(device: Any, dtype: Any) -> dict[str, bool]:
+    """Each sequence alone and among others that are cut otherwise: decodes of one piece and several, and chunks."""
+    import torch
+
+    from kernels.attention_api import plan, tiles_for
+    from kernels.paged_attention import paged_attention
+
+    torch.manual_seed(0)
+    small = device.type == "cpu"
+    counts, lengths = ([1, 2], [20, 5]) if small else ([1, 17, 1, 3], [1100, 40, 5, 700])
+    heads, kv_heads, dim, blocks = (2, 1, 16, 2) if small else (32, 8, 128, 69)  # of 16 tokens each
+    tiles = tiles_for(dtype, dim, device)
+    shape = (len(counts) * blocks, kv_heads, 16, dim)
+    keys, values = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    tables = torch.randperm(shape[0], device=device).int().view(len(counts), blocks)
+    query = torch.randn(sum(counts), heads, dim, device=device).to(dtype)
+
+    def attended(which: slice, rows: slice) -> torch.Tensor:
+        out = torch.empty_like(query[rows])
+        work = plan(counts[which], lengths[which], heads // kv_heads, tiles=tiles).to(device)
+        paged_attention(out, query[rows], keys, values, tables[which], work)
+        return out
+
+    together, first, equal = attended(slice(None), slice(None)), 0, True
+    for i, count in enumerate(counts):
+        rows = slice(first, first + count)
+        equal &= torch.equal(together[rows], attended(slice(i, i + 1), rows))
+        first += count
+    return {"paged_attention": equal}
 
 
 def _same_in_any_batch(device: Any, dtype: Any) -> dict[str, bool]:
@@ -122,13 +193,15 @@ def _same_in_any_batch(device: Any, dtype: Any) -> dict[str, bool]:
     return {name: torch.equal(together[one], alone) for name, (together, alone) in pairs.items()}
 
 
-# 8B shapes; decode attention with a gigabyte of keys and values, prefill at 8,192 tokens.
+# 8B shapes; decode attention with a gigabyte of keys and values, prefill at 8,192 tokens. First what is to be claimed.
 MEASURED: list[tuple[str, Results]] = [
     ("paged_attention", {}),
+    ("paged_attention", {"batch": 1, "query": 8192, "context": 8192}),
+    ("int8_matmul", {"batch": 1, "hidden": 4096, "outputs": 28_672}),
+    ("int8_matmul_split", {"batch": 1, "hidden": 4096, "outputs": 28_672}),
     ("paged_attention", {"kv_dtype": "int8"}),
     ("paged_attention", {"kv_dtype": "float8"}),
     *[("paged_attention", {"batch": b, "context": c}) for b, c in ((1, 8192), (8, 8192), (128, 1024))],
-    ("paged_attention", {"batch": 1, "query": 8192, "context": 8192}),
     ("paged_attention", {"batch": 4, "query": 512, "context": 8192}),
     *[
         (name, {"batch": rows})
@@ -142,20 +215,32 @@ MEASURED: list[tuple[str, Results]] = [
         for hidden, outputs in ((4096, 4096), (4096, 28_672), (14_336, 4096))
         for rows in (1, 16, 64, 2048)
         for name in ("int8_matmul", "int8_matmul_split")
+        if (rows, outputs) != (1, 28_672)
     ],
     *[("sampling", {"batch": rows} | f) for rows in (1, 64) for f in ({}, {"top_k": 0, "top_p": 1.0})],
 ]  # fmt: skip
 
 
-def kernels(scale: Scale) -> Results:
+def kernels(scale: Scale, save: Save) -> Results:
     from kernels import bench, cases
 
+    card = _card(scale)
+    sizes, tried = cases.Sizes(), MEASURED
     if scale.device == "cpu":
-        return {"rows": []}
-    limits, sizes = bench.ceilings(), cases.Sizes()
-    rows = [_kept(partial(bench.measure, name, replace(sizes, **changes), limits)) for name, changes in MEASURED]
-    measured = [row for row in rows if "failed" not in row]
-    return {"ceilings": limits._asdict(), "rows": rows, "table": bench.table(measured)}
+        sizes, tried = bench.TINY, [(name, {}) for name in cases.CASES]
+    limits = bench.ceilings(card)
+    found: Results = {"ceilings": limits._asdict(), "rows": [], "table": ""}
+    for name, changes in tried:
+        found["rows"].append(_kept(partial(_measure, name, sizes, changes, limits, card)))
+        found["table"] = bench.table([row for row in found["rows"] if "failed" not in row])
+        save(found)
+    return found
+
+
+def _measure(name: str, sizes: "Sizes", changes: Results, limits: "Ceilings", card: "Card") -> Results:
+    from kernels import bench
+
+    return bench.measure(name, replace(sizes, **changes), limits, card)
 
 
 def _kept(one: Callable[[], Results]) -> Results:
@@ -167,17 +252,18 @@ def _kept(one: Callable[[], Results]) -> Results:
 
 
 class Stage(NamedTuple):
-    run: Callable[[Scale], Results]
+    run: Callable[[Scale, Save], Results]
     limit_s: float
 
 
 # In this order; the limits add up to less than the whole, so that none is cut for those before it.
 STAGES: dict[str, Stage] = {
     "environment": Stage(environment, 15),
-    "ceilings": Stage(ceilings, 20),
-    "correctness": Stage(correctness, 95),
-    "kernels": Stage(kernels, 105),
-    "engine": Stage(engine, 120),
+    "ceilings": Stage(ceilings, 15),
+    "correctness": Stage(correctness, 90),
+    "answers": Stage(answers, 45),
+    "kernels": Stage(kernels, 95),
+    "engine": Stage(engine, 95),
     "batching": Stage(batching, 120),
 }
 
@@ -186,44 +272,58 @@ def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
     """All stages, or those named. Exit code: 0 every stage was whole and every kernel right, 1 not."""
     begun, found = time.monotonic(), dict[str, Any]()
     out.mkdir(parents=True, exist_ok=True)
-    for name, stage in STAGES.items():
-        if only and name not in only:
-            continue
-        left = WHOLE_S - (time.monotonic() - begun)
-        print(f"{name}: at most {min(stage.limit_s, left):.0f} s", file=sys.stderr, flush=True)
-        at = time.monotonic()
-        found[name] = (
-            _in_a_process(name, rehearse, min(stage.limit_s, left)) if left > 1 else {"failed": "no time left"}
-        )
-        found[name]["took_s"] = round(time.monotonic() - at, 1)
-        (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / "gpu.md").write_text(report(found))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the stage under way as well
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:  # what a stage leaves when it is killed goes with it
+        for name, stage in STAGES.items():
+            if only and name not in only:
+                continue
+            left = WHOLE_S - (time.monotonic() - begun)
+            limit_s = min(stage.limit_s, left)
+            print(f"{name}: at most {limit_s:.0f} s", file=sys.stderr, flush=True)
+            at, place = time.monotonic(), out / f"gpu-{name}.json"
+            found[name] = (
+                _in_a_process(name, rehearse, limit_s, place, folder) if left > 1 else {"failed": "no time left"}
+            )
+            found[name]["took_s"] = round(time.monotonic() - at, 1)
+            (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+            (out / "gpu.md").write_text(report(found))
+            place.unlink(missing_ok=True)
     print(report(found))
     return int(any(not whole(result) for result in found.values()))
 
 
-def _in_a_process(name: str, rehearse: bool, limit_s: float) -> Results:
-    """A stage's results, or `failed` with its last words. Past its limit its whole process group is killed."""
-    with tempfile.TemporaryDirectory(prefix="gpu-stage-") as folder:
-        place, words = Path(folder) / "result.json", Path(folder) / "words"
-        command = [sys.executable, "-m", "kernels.gpu", "--stage", name, "--result", str(place)]
-        command += ["--rehearse"] * rehearse
-        with words.open("wb") as log:
-            child = subprocess.Popen(
-                command, cwd=ROOT, env=environment_of() | {"TMPDIR": folder},  # a killed stage's model goes with it
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-            try:
-                code = child.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end_group(child)
-        if code == 0:
-            result: Results = json.loads(place.read_text())
-            return result
+def _in_a_process(name: str, rehearse: bool, limit_s: float, place: Path, folder: str) -> Results:
+    """A stage's results; `failed` with its last words if it did not end well, beside what it had saved at `place`.
+
+    Past its limit its whole process group is killed. `folder`: for temporary files of all stages.
+    """
+    place.unlink(missing_ok=True)  # of an earlier run
+    words = Path(folder) / f"{name}.log"
+    command = [sys.executable, "-m", "kernels.gpu", "--stage", name, "--result", str(place.absolute())]
+    command += ["--rehearse"] * rehearse
+    with words.open("wb") as log:
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment_of() | {"TMPDIR": folder},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_group(child)
+    result: Results = json.loads(place.read_text()) if place.exists() else {}
+    if code != 0:
         how = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
-        return {"failed": f"{how}: {words.read_text(errors='replace')[-2000:]}"}
+        result["failed"] = f"{how}: {words.read_text(errors='replace')[-2000:]}"
+    return result
+
+
+def _save(place: Path, result: Results) -> None:
+    """Whole or not at all: the process may be killed at any time."""
+    new = place.with_suffix(".new")
+    new.write_text(json.dumps(result))
+    new.replace(place)
 
 
 def _end_group(child: "subprocess.Popen[bytes]") -> None:
@@ -248,13 +348,13 @@ def report(found: Results) -> str:
         lines += [f"## {name}: {'whole' if whole(result) else 'NOT whole'}, {result['took_s']:.1f} s", ""]
         if "failed" in result:
             lines += ["```", result["failed"], "```", ""]
-            continue
-        lines += [*SECTIONS[name](result), ""]
+        if result.keys() - {"failed", "took_s"}:
+            lines += [*SECTIONS[name](result), ""]
     return "\n".join(lines)
 
 
 def _facts(result: Results) -> list[str]:
-    return [f"- {key}: {value}" for key, value in result.items() if key != "took_s"]
+    return [f"- {key}: {value}" for key, value in result.items() if key not in ("took_s", "failed", "rows")]
 
 
 def _errors(result: Results) -> list[str]:
@@ -285,10 +385,11 @@ SECTIONS: dict[str, Callable[[Results], list[str]]] = {
     "environment": _facts,
     "ceilings": _facts,
     "correctness": _errors,
+    "answers": _facts,
     "kernels": _measured,
     "engine": lambda r: _cells(r["cells"]),
     "batching": lambda r: _cells(
-        [{**row, "load": f"{way}, {row['load']}"} for way in r if way != "took_s" for row in r[way]]
+        [{**row, "load": f"{way}, {row['load']}"} for way in BATCHING for row in r.get(way, ())]
     ),
 }
 
@@ -305,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.stage:
         scale = SCALES["cpu" if options.rehearse else "cuda"]
         try:
-            options.result.write_text(json.dumps(STAGES[options.stage].run(scale)))
+            _save(options.result, STAGES[options.stage].run(scale, partial(_save, options.result)))
         except Exception:  # noqa: BLE001  # the parent says what it was; this process ends here
             traceback.print_exc()
             return 1

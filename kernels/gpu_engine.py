@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 STOP_S = 20.0
 METRICS = "tokens_per_second,ttft_p50,ttft_p95,tpot_p50,tpot_p95,itl_p99,error_rate"
 PROMPTS, ANSWERS = (245, 0.8, 1024), (121, 0.6, 384)  # median, sigma, most: lognormal, as in chat
+BATCHING = ("static", "dynamic", "continuous")
 Results = dict[str, Any]
 
 
@@ -43,7 +46,39 @@ SCALES = {
 }
 
 
-def engine(scale: Scale) -> Results:
+Save = Callable[[Results], None]  # what a stage has so far, which is kept should it not come to its end
+ASKED, ANSWERED = 8, 32  # requests at once, and tokens of each, whose answers are compared
+
+
+def answers(scale: Scale, save: Save) -> Results:
+    """Greedy answers of a small float32 model at once, by what `scale` computes with, beside a CPU's by torch alone."""
+    small = scale._replace(dtype="float32", model="SMALL", num_blocks=1024)
+    with _model(small) as model:
+        with _server(small._replace(device="cpu"), model, ["--cpu-kernels", "torch"]) as url:
+            right = _greedy(url)
+        with _server(small, model, []) as url:
+            found = _greedy(url)
+    alike = [{"kernel": "answer", "ok": a == b} for a, b in zip(found, right, strict=True)]
+    return {"asked": ASKED, "tokens": ANSWERED, "same": sum(row["ok"] for row in alike), "rows": alike}
+
+
+def _greedy(url: str) -> list[str]:
+    random = Random(1)
+    prompts = [[random.randrange(1, random_model.SMALL.vocab) for _ in range(5 + 9 * i)] for i in range(ASKED)]
+
+    def ask(prompt: list[int]) -> str:
+        body = {"prompt": prompt, "max_tokens": ANSWERED, "temperature": 0, "ignore_eos": True}
+        place = f"{url.removesuffix('/v1')}/v1/completions"
+        request = Request(place, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=60) as answer:
+            text: str = json.load(answer)["choices"][0]["text"]
+        return text
+
+    with ThreadPoolExecutor(ASKED) as pool:
+        return list(pool.map(ask, prompts))
+
+
+def engine(scale: Scale, save: Save) -> Results:
     """The engine on a 1B-shaped model of random weights at each concurrency, and its step beside the bytes it reads.
 
     `times_floor`: time per output token over the time that this card's copy bandwidth needs for the weights and the
@@ -51,15 +86,21 @@ def engine(scale: Scale) -> Results:
     """
     from kernels import bench
 
-    copy_gb_s = None if scale.device == "cpu" else bench.ceilings().copy_gb_s
+    copy_gb_s = None if scale.device == "cpu" else bench.ceilings(bench.cuda()).copy_gb_s
+    found: Results = {"copy_gb_s": copy_gb_s, "cells": []}
     with _model(scale) as model, _server(scale, model, []) as url:
-        cells = _load(scale, url, scale.concurrency)
-    for cell, concurrency in zip(cells, scale.concurrency.split(","), strict=True):
-        floor_bytes = step_bytes(scale, int(concurrency))
-        cell["step_floor_bytes"] = floor_bytes
-        if copy_gb_s and cell["tpot_p50"]:
-            cell["times_floor"] = cell["tpot_p50"] / 1e3 * copy_gb_s * 1e9 / floor_bytes
-    return {"copy_gb_s": copy_gb_s, "cells": cells}
+        for concurrency in scale.concurrency.split(","):
+            (cell,) = _load(scale, url, concurrency)
+            found["cells"].append(cell | beside_floor(cell, step_bytes(scale, int(concurrency)), copy_gb_s))
+            save(found)
+    return found
+
+
+def beside_floor(cell: Results, floor_bytes: int, copy_gb_s: float | None) -> Results:
+    """`tpot_p50`, milliseconds, over the time that so many bytes take at that rate; nothing over none of the two."""
+    if not copy_gb_s or not cell["tpot_p50"]:
+        return {"step_floor_bytes": floor_bytes}
+    return {"step_floor_bytes": floor_bytes, "times_floor": cell["tpot_p50"] / 1e3 * copy_gb_s * 1e9 / floor_bytes}
 
 
 def step_bytes(scale: Scale, concurrency: int) -> int:
@@ -71,24 +112,28 @@ def step_bytes(scale: Scale, concurrency: int) -> int:
     return shape.weight_bytes(size) + int(concurrency * context) * shape.kv_bytes(size)
 
 
-def batching(scale: Scale) -> Results:
+def batching(scale: Scale, save: Save) -> Results:
     """The same load under each way of batching."""
     found: Results = {}
     slots = scale.concurrency.split(",")[1]
     with _model(scale) as model:
-        for way in ("static", "dynamic", "continuous"):
+        for way in BATCHING:
             with _server(scale, model, ["--batching", way, "--max-num-seqs", slots]) as url:
                 found[way] = _load(scale, url, slots)
+            save(found)
     return found
 
 
 @contextmanager
 def _model(scale: Scale) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="gpu-model-") as folder:
-        shape = getattr(random_model, scale.model)
-        yield random_model.write(
-            Path(folder) / "random", shape, getattr(torch, scale.dtype), torch.device(scale.device)
-        )
+    """Written once for all stages: they share TMPDIR, which `kernels.gpu` makes and removes."""
+    place = Path(tempfile.gettempdir()) / f"gpu-model-{scale.model}-{scale.dtype}"
+    if not place.is_dir():
+        with tempfile.TemporaryDirectory(prefix="gpu-model-", dir=place.parent) as folder:
+            shape = getattr(random_model, scale.model)
+            random_model.write(Path(folder) / "new", shape, getattr(torch, scale.dtype), torch.device(scale.device))
+            (Path(folder) / "new").rename(place)  # whole or not at all
+    yield place
 
 
 @contextmanager

@@ -1,28 +1,130 @@
 """What the kernels' tests share: buffers with canaries around every row, tolerances, broken copies of a module.
 
+A file of tests that imports `few_programs` is held to two rules: fewer than ten programs a test, in all its launches;
+and no access to memory but to elements of the tensors that a kernel was given.
+
 Imported before any kernel: Triton looks at TRITON_INTERPRET when a kernel's module is read.
 """
 
 import importlib.util
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import numpy as np
 import pytest
 import torch
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
 
+MOST_PROGRAMS = 9  # of a test: the interpreter takes 10 to 40 ms for each
 GAP = 37  # elements of canary before, between and after rows: odd, so that rows begin at every alignment
 # Largest error relative to the largest value. float32: sums of up to 2,000 rounded products, in another order than the
 # reference's float64; seen 2e-7. float16: the one rounding of the result, 2**-11, and what the reference's own has not.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4}
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """Every access of an interpreted kernel must be to an element of a tensor it was given; -> programs, by launch.
+
+    Looked at before the access is made: a broken mask ends as an assertion, not as a heap that is no more. Between rows
+    that lie apart are no elements, so that reading beyond one is seen even if nothing comes of it.
+    """
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+    launched, given = list[int](), list[_Elements]()
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    run = InterpretedFunction.run
+
+    def counted(self: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        launched.append(math.prod(grid))
+        given[:] = [_elements(t) for t in arguments if isinstance(t, torch.Tensor) and t.numel()]
+        return run(self, *arguments, grid=grid, **options)
+
+    def loads(self: Any, places: Any, mask: Any, *more: Any) -> Any:
+        _assert_among(given, places.data[mask.data], "read")
+        return load(self, places, mask, *more)
+
+    def stores(self: Any, places: Any, values: Any, mask: Any, *more: Any) -> Any:
+        _assert_among(given, places.data[mask.data], "written")
+        return store(self, places, values, mask, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", counted)
+        patch.setattr(InterpreterBuilder, "create_masked_load", loads)
+        patch.setattr(InterpreterBuilder, "create_masked_store", stores)
+        yield launched
+
+
+class _Elements(NamedTuple):
+    """Where a tensor's are: `mine` counts from `start` in steps of `size` bytes."""
+
+    start: int
+    size: int
+    mine: np.ndarray
+
+
+def _elements(tensor: torch.Tensor) -> _Elements:
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    mine = torch.zeros(span, dtype=torch.bool)
+    mine.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return _Elements(tensor.data_ptr(), tensor.element_size(), mine.numpy())
+
+
+def _assert_among(given: list[_Elements], places: np.ndarray, done: str) -> None:
+    left = places.astype(np.int64)
+    for start, size, mine in given:
+        offset = left - start
+        within = (offset >= 0) & (offset < len(mine) * size)
+        within[within] = mine[offset[within] // size]
+        left = left[~within]
+    assert not len(left), f"{len(left)} places that are in no tensor would have been {done}"
+
+
+@pytest.fixture(autouse=True)
+def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Mutants and hypothesis's examples are programs of the test as well. On a GPU nothing is counted."""
+    if not HAVE_TRITON:
+        yield
+        return
+    with watched() as launched:
+        yield
+    assert sum(launched) <= MOST_PROGRAMS, f"{request.node.name}: {sum(launched)} programs, at most {MOST_PROGRAMS}"
+
+
+@contextmanager
+def guarded_scratch() -> Iterator[None]:
+    """What a wrapper allocates for itself by Tensor.new_empty: NaN until it is written, and canaries on either side.
+
+    So a kernel that reads a place which nobody wrote, or writes beyond its last one, is seen, and the heap stays whole.
+    """
+    plain, made = torch.Tensor.new_empty, list[Guarded]()
+
+    def new_empty(self: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        found = plain(self, *size, **options)
+        if not found.numel() or not found.is_floating_point():
+            return found
+        gap = max(found.numel(), 4096)  # as far as a broken kernel's last block may reach
+        whole = torch.full((found.numel() + 2 * gap,), 12344.0, dtype=found.dtype, device=found.device)
+        mine = torch.zeros_like(whole, dtype=torch.bool)
+        mine[gap : gap + found.numel()] = True
+        whole[mine] = math.nan
+        made.append(Guarded(whole[gap : gap + found.numel()].view(found.shape), whole, mine))
+        return made[-1].view
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", new_empty)
+        yield
+    for buffer in made:
+        buffer.assert_whole()
 
 
 class Guarded(NamedTuple):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dense_kernels import Mutation, assert_caught, needs_triton
+from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
 from kernels import attention_api
@@ -177,28 +178,37 @@ def test_tiles_hold_heads_of_512_bytes(dtype: torch.dtype) -> None:
         tiles_for(dtype, largest + 1, "cpu")
 
 
-# Steps of two sequences as an engine would make them: prompts in chunks, a decode beside a chunk, decodes.
-ROUNDS = [([5, 3], [0, 0]), ([2, 1], [5, 3]), ([1, 1], [7, 4])]
+# Steps as an engine would make them, counts and tokens computed before: of the last one the result is asked for.
+ROUNDS = {
+    "a prompt": [([5], [0])],
+    "its next chunk": [([3], [0]), ([2], [3])],
+    "a decode beside a chunk": [([3, 0], [0, 0]), ([1, 1], [3, 0])],
+    "decodes": [([2, 1], [0, 0]), ([1, 1], [2, 1])],
+}
 
 
 @needs_triton
 @pytest.mark.parametrize("window", [0, 4])
-def test_steps_attend_to_what_steps_before_wrote(window: int) -> None:
+@pytest.mark.parametrize("steps", ROUNDS.values(), ids=ROUNDS)
+def test_steps_attend_to_what_steps_before_wrote(steps: list[tuple[list[int], list[int]]], window: int) -> None:
     """Against torch's own attention over rows that never saw a page."""
     heads, kv_heads, dim = 4, 2, 16
     draw = torch.Generator().manual_seed(window)
     pool = torch.full((2, 6, kv_heads, 4, dim), float("nan"))
-    blocks, history = [[4, 0], [2, 5]], [torch.empty(0, heads + 2 * kv_heads, dim) for _ in range(2)]
-    for counts, computed in ROUNDS:
+    blocks = [[4, 0], [2, 5]][: len(steps[0][0])]
+    history = [torch.empty(0, heads + 2 * kv_heads, dim) for _ in blocks]
+    for counts, computed in steps:
         step = lay_out(counts, computed, blocks, 4, heads // kv_heads, SMALL, "cpu", window=window)
         qkv = torch.randn(sum(counts), heads + 2 * kv_heads, dim, generator=draw)
-        out = torch.full((len(qkv), heads, dim), float("nan"))
         write(step, pool, qkv)
-        attend(step, pool, qkv, out, windowed=window > 0)
         history = [torch.cat(pair) for pair in zip(history, qkv.split(counts), strict=True)]
-        right = [attended(rows.double(), n, kv_heads, window) for rows, n in zip(history, counts, strict=True)]
-        assert (out - torch.cat(right)).abs().max() < 1e-5
-    assert [int(torch.isnan(pool[0, block, 0, :, 0]).sum()) for block in (4, 0, 2, 5, 1, 3)] == [0, 0, 0, 3, 4, 4]
+    out = torch.full((len(qkv), heads, dim), float("nan"))
+    attend(step, pool, qkv, out, windowed=window > 0)
+    right = [attended(rows.double(), n, kv_heads, window) for rows, n in zip(history, counts, strict=True)]
+    assert (out - torch.cat(right)).abs().max() < 1e-5
+    written = {(held[p // 4], p % 4) for held, rows in zip(blocks, history, strict=True) for p in range(len(rows))}
+    found = {(b, p) for b in range(6) for p in range(4) if not pool[:, b, :, p].isnan().any()}
+    assert found == written
 
 
 def attended(rows: torch.Tensor, count: int, kv_heads: int, window: int) -> torch.Tensor:

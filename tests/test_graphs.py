@@ -4,6 +4,7 @@ The graphs' stand-in for a CPU runs, and in place of the model a memory that kno
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -261,3 +262,78 @@ def test_the_parts_of_a_room_lie_apart_and_at_sixteen_bytes(rows: int, pieces: i
         assert not part.any(), "it shares memory with another"
         part.fill_(number)
     assert all((part == number).all() for number, part in enumerate(parts, 1))
+
+
+class Cuda:
+    """torch.cuda as far as a capture goes: what is asked of it, in order, and which stream is current."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        said, self.current = [], "main"
+        self.said: list[str] = said
+        cuda = self
+
+        class Stream:
+            def __init__(self, name: str = "side") -> None:
+                self.name = name
+
+            def wait_stream(self, other: "Stream") -> None:
+                said.append(f"{self.name} waits for {other.name}")
+
+        class Graph:
+            def replay(self) -> None:
+                said.append(f"replay on {cuda.current}")
+
+        @contextmanager
+        def stream(chosen: Stream) -> Iterator[None]:
+            before, cuda.current = cuda.current, chosen.name
+            try:
+                yield
+            finally:
+                cuda.current = before
+
+        @contextmanager
+        def graph(made: Graph, pool: object = None) -> Iterator[None]:
+            """As torch's: a capture that was broken off is an error at its end, and leaves its stream the current."""
+            before, cuda.current = cuda.current, "capture"
+            said.append(f"begin in {pool}")
+            try:
+                yield
+            finally:
+                if fails:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                said.append("end")
+                cuda.current = before
+
+        names = {"Stream": Stream, "stream": stream, "CUDAGraph": Graph, "graph": graph}
+        names |= {"current_stream": lambda: Stream(self.current), "graph_pool_handle": lambda: "the pool"}
+        names |= {"synchronize": lambda: said.append("synchronize")}
+        for name, value in names.items():
+            patch.setattr(torch.cuda, name, value)
+
+    def run(self) -> None:
+        self.said.append(f"run on {self.current}")
+
+
+def test_a_step_is_captured_as_torch_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run once on a side stream that is ordered before and after, then captured, all graphs in one pool."""
+    cuda = Cuda(monkeypatch)
+    device = graphs.cuda()
+    replays = [device.capture(cuda.run) for _ in range(2)]
+    once = ["side waits for main", "run on side", "main waits for side", "begin in the pool", "run on capture", "end"]
+    assert cuda.said == 2 * once
+    cuda.said.clear()
+    for replay in replays:
+        replay()
+    assert cuda.said == ["replay on main"] * 2, "what was captured is not run again"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bench_that_cannot_be_captured_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    from kernels import bench
+
+    cuda = Cuda(monkeypatch, fails)
+    way, once = bench._captured([cuda.run, cuda.run])
+    assert (way, cuda.current) == ("eager" if fails else "graph", "main")
+    cuda.said.clear()
+    once()
+    assert cuda.said == (["run on main"] * 2 if fails else ["replay on main"])

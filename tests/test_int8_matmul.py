@@ -1,5 +1,6 @@
 """The product with int8 weights against float64: any shape, whole or split sums, canaries around every row."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,10 +13,12 @@ from tests.dense_kernels import (
     assert_caught,
     assert_close,
     guarded,
+    guarded_scratch,
     needs_triton,
     poisoned,
     random,
 )
+from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
 from kernels import int8_matmul, reference_dense
@@ -44,14 +47,20 @@ def check(
     out = poisoned(m, n, dtype=dtype)
     # scales and biases are one row each
     scales, biases = scale.view[:, 0].clone(), added.view[:, 0].clone() if added else None
-    module.int8_matmul(x.view, weight.view, scales, biases, out.view, invariant)
+    with guarded_scratch():
+        module.int8_matmul(x.view, weight.view, scales, biases, out.view, invariant)
     assert_close(out.view, reference_dense.int8_matmul(x.view, weight.view, scales, biases), dtype)
     out.assert_whole()
 
 
 def check_split(module: ModuleType) -> None:
-    """One row of 2,100 inputs: its outputs are one or two tiles, so K goes to four programs, the last with fewer."""
-    check(module, 2, 40, 2100, invariant=False)
+    """Two rows of 2,100 inputs: the outputs are one tile, so K goes to four programs, the last with fewer.
+
+    Their sums are added by two programs a row, the second with fewer outputs.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SUMMED", 32)
+        check(module, 2, 40, 2100, invariant=False)
 
 
 def check_many(module: ModuleType) -> None:
@@ -60,8 +69,10 @@ def check_many(module: ModuleType) -> None:
 
 
 def check_turns(module: ModuleType) -> None:
-    """One row tile more than take turns on the same weights."""
-    check(module, 64 * int8_matmul.TOGETHER + 1, 40, 16)
+    """One row tile more than take turns on the same weights, two tiles of these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TOGETHER", 2)
+        check(module, 129, 70, 16)
 
 
 SHAPES: list[tuple[int, int, int, dict[str, Any]]] = [
@@ -86,9 +97,9 @@ def test_sums_of_parts_of_k_are_whole() -> None:
     check_split(int8_matmul)
 
 
-def test_rows_beyond_a_tile_are_the_next_tiles() -> None:
-    check_many(int8_matmul)
-    check_turns(int8_matmul)
+@pytest.mark.parametrize("tried", [check_many, check_turns])
+def test_rows_beyond_a_tile_are_the_next_tiles(tried: Callable[[ModuleType], None]) -> None:
+    tried(int8_matmul)
 
 
 def test_a_row_is_the_same_in_any_batch() -> None:
@@ -166,6 +177,12 @@ MUTATIONS = [
     Mutation("[None, :] * out_stride + n", "[None, :] * outputs + n", check),
     Mutation("first + within % side_by_side", "first", check_many),
     Mutation("// (TOGETHER * n_tiles) * TOGETHER", "// (TOGETHER * n_tiles)", check_turns),
+    Mutation("tl.minimum(m_tiles - first, TOGETHER)", "TOGETHER + 0 * m_tiles", check_turns),
+    Mutation("within = number % (TOGETHER * n_tiles)", "within = number % TOGETHER", check_turns),
+    Mutation("out + split.to(tl.int64) * rows * outputs", "out + split.to(tl.int64) * 0", check_split),
+    Mutation("tl.program_id(1) * BLOCK + tl.arange", "tl.arange", check_split),
+    Mutation("total.to(out.dtype.element_ty), mask=inside)", "total.to(out.dtype.element_ty))", check_split),
+    Mutation("inside = n < outputs\n", "inside = n < outputs - 1\n", check_split),
     Mutation("within // side_by_side * N", "within % side_by_side * N", check_many),
     Mutation("(split * rows + row) * outputs + n", "row * outputs + n", check_split),
     Mutation("total *= tl.load(scale + n, ", "total *= tl.load(scale + n * 0, ", check_split),

@@ -12,6 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from tests.dense_kernels import Mutation, assert_caught, guarded, needs_triton, random
+from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
 from kernels import reference_dense, sampling
@@ -99,19 +100,24 @@ def test_the_greatest_u_draws_what_is_kept(changes: dict[str, Any]) -> None:
     assert reference_dense.kept(logits[0].numpy(), **wanted)[token] > 0
 
 
-@examples(max_examples=25, deadline=None)
+@pytest.mark.parametrize("filters", ["", "top_k", "top_p", "min_p", "top_k top_p min_p"])
+@examples(max_examples=6, deadline=None)
 @given(
     logits=st.lists(st.floats(-30, 30, width=32) | st.just(float("-inf")) | st.just(1.5), min_size=1, max_size=90),
     temperature=st.floats(0.05, 50),
-    top_k=st.integers(0, 12),
-    top_p=st.just(1.0) | st.floats(0.01, 1.0),
-    min_p=st.just(0.0) | st.floats(0.0, 1.0),
+    top_k=st.integers(1, 12),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
     u=st.floats(0, 1, exclude_max=True),
 )
 def test_a_draw_is_never_far_from_where_it_belongs(
-    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, u: float
+    filters: str, logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, u: float
 ) -> None:
     """Within float32's rounding of u and of the filters: one of the tokens drawn from as far as 1e-5 to either side."""
+    top_k, top_p, min_p = (
+        drawn if name in filters else none
+        for name, drawn, none in (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
+    )
     logits.append(0.0)
     one = torch.tensor([logits])
     settings = asked(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from tests.dense_kernels import needs_triton
 
 # isort: split
-from kernels import bench, cases, gpu, gpu_engine, random_model, swiglu
+from kernels import bench, cases, gpu, gpu_engine, random_model, sampling, swiglu
 from kernels.bench import Ceilings, Timing
 from kernels.cases import CASES, Sizes
 
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_without_a_gpu_every_kernel_is_right_and_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["all"]) == 0
+    assert bench.main(["all", "--interpret"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert not printed["measured"]
     assert "nothing is measured" in printed["about"]
@@ -32,14 +34,14 @@ def test_without_a_gpu_every_kernel_is_right_and_nothing_is_measured(capsys: pyt
 
 def test_a_wrong_kernel_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(swiglu, "swiglu", lambda both, out: out.fill_(1.0))
-    assert bench.main(["swiglu", "--json", str(tmp_path / "found.json")]) == 1
+    assert bench.main(["swiglu", "--interpret", "--json", str(tmp_path / "found.json")]) == 1
     assert not json.loads((tmp_path / "found.json").read_text())["correct"][0]["ok"]
 
 
 def test_a_result_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN is no error below any limit."""
     monkeypatch.setattr(swiglu, "swiglu", lambda both, out: out.fill_(float("nan")))
-    assert bench.main(["swiglu"]) == 1
+    assert bench.main(["swiglu", "--interpret"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,8 @@ def test_a_result_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         ("swiglu --heads 6 --kv-heads 4", "heads is 6, kv_heads 4; would be right: a multiple"),
         ("swiglu --query 9 --context 8", "query is 9, context 8"),
         ("sampling --top-p 0", "top_p is 0.0"),
-        ("swiglu --json /nowhere/x", "No such file"),
+        ("swiglu --interpret --json /nowhere/x", "No such file"),
+        ("paged_attention --batch 64 --context 4096", "no GPU to measure on; would be right: --interpret"),
     ],
 )
 def test_a_mistake_is_said_in_a_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +100,7 @@ def test_inputs_take_turns_until_no_cache_holds_them(moved: int, turns: int) -> 
 
 def test_figures_are_the_bytes_over_the_time() -> None:
     case = CASES["swiglu"](Sizes())._replace(moved_bytes=2 * 10**9, flops=10**12)
-    found = bench._figures(case, Timing(1000.0, 990.0, 1100.0, 2, False), Ceilings(4000.0, 2000.0))
+    found = bench._figures(case, Timing(1000.0, 990.0, 1100.0, 2, "eager"), Ceilings(4000.0, 2000.0))
     assert found["gb_s"] == 2000
     assert found["percent_of_copy"] == 50
     assert found["tflop_s"] == 1000
@@ -123,8 +126,8 @@ def test_what_the_gpu_script_will_run_passes_the_kernels_own_checks(
     inputs = case.make(torch.device("meta"))
     case.ours(inputs)
     assert launched
-    if case.torchs and name != "sampling":  # multinomial wants values
-        case.torchs(inputs)
+    if case.torchs:
+        case.torchs(inputs)  # a value read on the host would fail here as it fails in a capture
 
 
 def test_every_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
@@ -148,16 +151,49 @@ def test_stages_fit_the_whole() -> None:
     assert set(gpu.STAGES) == set(gpu.SECTIONS)
 
 
-def test_a_stage_that_fails_or_hangs_leaves_its_words() -> None:
-    assert "invalid choice: 'nothing'" in gpu._in_a_process("nothing", True, 60)["failed"]
-    assert gpu._in_a_process("engine", True, 0.05)["failed"].startswith("stopped after 0 s")
+def stage(name: str, folder: Path, limit_s: float = 60.0) -> dict[str, Any]:
+    return gpu._in_a_process(name, True, limit_s, folder / "result.json", str(folder))
+
+
+def test_a_stage_that_fails_or_hangs_leaves_its_words(tmp_path: Path) -> None:
+    assert "invalid choice: 'nothing'" in stage("nothing", tmp_path)["failed"]
+    assert stage("engine", tmp_path, 0.05)["failed"].startswith("stopped after 0 s")
+
+
+def test_a_stage_that_is_stopped_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of an earlier run's."""
+    rows = [{"kernel": "k", "shape": "s", "error": 0.1, "allowed": 0.2, "ok": True}]
+    program = f"""
+import json, sys, time
+print("so far so good", flush=True)
+with open(sys.argv[sys.argv.index("--result") + 1], "w") as place:
+    json.dump({{"rows": json.loads({json.dumps(rows)!r}), "same_in_any_batch": {{}}}}, place)
+time.sleep(60)
+"""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}{program}")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    found = stage("correctness", tmp_path, 8.0)
+    assert found["rows"] == rows
+    assert found["failed"] == "stopped after 8 s: so far so good\n"
+    assert not gpu.whole(found)
+    written = gpu.report({"correctness": found | {"took_s": 8.0}})
+    assert "NOT whole" in written
+    assert "| k | s | 1.0e-01 | 2.0e-01 |" in written
+    monkeypatch.undo()
+    assert stage("nothing", tmp_path).keys() == {"failed"}
 
 
 def test_the_script_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The engine under llm-bench's load, in their own processes, as on a GPU."""
-    assert gpu.main(["--rehearse", "--only", "environment,engine", "--out", str(tmp_path)]) == 0
+    """The engine under llm-bench's load, and its answers, in processes of their own, as on a GPU."""
+    stages = ["environment", "ceilings", "answers", "engine"]
+    assert gpu.main(["--rehearse", "--only", ",".join(stages), "--out", str(tmp_path)]) == 0, (
+        tmp_path / "gpu.md"
+    ).read_text()
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found) == ["environment", "engine"]
+    assert list(found) == stages
+    assert found["answers"]["same"] == found["answers"]["asked"] == 8
     cells = found["engine"]["cells"]
     assert len(cells) == 2
     for cell in cells:
@@ -168,6 +204,49 @@ def test_the_script_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFix
     report = (tmp_path / "gpu.md").read_text()
     assert report.strip() == capsys.readouterr().out.strip()
     assert "a rehearsal on a CPU, nothing is measured" in report
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
+
+
+@pytest.mark.parametrize("name", ["correctness", "kernels"])
+def test_every_kernels_row_is_saved_as_it_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a GPU does but the GPU's: as rehearsed, in this process."""
+    monkeypatch.setattr(sampling, "WAYS", 256)  # few passes
+    saved: list[str] = []
+    found = gpu.STAGES[name].run(gpu_engine.SCALES["cpu"], lambda so_far: saved.append(json.dumps(so_far)))
+    assert [row["kernel"] for row in found["rows"]] == list(CASES)
+    assert [len(json.loads(text)["rows"]) for text in saved[: len(CASES)]] == [*range(1, len(CASES) + 1)]
+    assert gpu.whole(found), found
+    report = gpu.report({name: found | {"took_s": 1.0}})
+    assert all(f"| {kernel} |" in report for kernel in CASES)
+    if name == "kernels":
+        assert {row["timed_in"] for row in found["rows"]} == {"rehearsed"}
+    else:
+        assert found["same_in_any_batch"].keys() == {"paged_attention", "int8_matmul", "add_rms_norm", "sampling"}
+
+
+def test_each_way_of_batching_is_saved_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    @contextmanager
+    def server(scale: gpu_engine.Scale, model: Path, more: list[str]) -> Iterator[str]:
+        asked.append(more)
+        yield "url"
+
+    monkeypatch.setattr(gpu_engine, "_model", lambda scale: nullcontext(Path()))
+    monkeypatch.setattr(gpu_engine, "_server", server)
+    monkeypatch.setattr(gpu_engine, "_load", lambda scale, url, c: [{"load": f"c={c}", "state": "stationary"}])
+    saved: list[list[str]] = []
+    found = gpu_engine.batching(gpu_engine.SCALES["cuda"], lambda so_far: saved.append(list(so_far)))
+    assert saved == [["static"], ["static", "dynamic"], ["static", "dynamic", "continuous"]]
+    assert asked == [["--batching", way, "--max-num-seqs", "32"] for way in saved[-1]]
+    assert "| dynamic, c=32 |" in gpu.report({"batching": found | {"took_s": 1.0}})
+
+
+def test_a_step_is_set_beside_its_floor() -> None:
+    """1 GB at 1,000 GB/s is a millisecond."""
+    assert gpu_engine.beside_floor({"tpot_p50": 1.25}, 10**9, 1000.0)["times_floor"] == pytest.approx(1.25)
+    for cell, rate in (({"tpot_p50": None}, 1000.0), ({"tpot_p50": 1.25}, None)):
+        assert gpu_engine.beside_floor(cell, 10**9, rate) == {"step_floor_bytes": 10**9}
 
 
 def test_without_a_gpu_the_script_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from tests.dense_kernels import (
     poisoned,
     random,
 )
+from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
 from kernels import norm_rope, reference_dense
@@ -196,6 +197,17 @@ MUTATIONS = [
     Mutation("tl.store(place, total, mask=inside)", "tl.store(place, values, mask=inside)", check_add),
     Mutation("residual + row * residual_stride", "residual + row * size", check_add),
     Mutation("(head[:, None] < heads) &", "(head[:, None] <= heads) &", check_rope),
+    Mutation(
+        "values * scale * tl.load(weight + columns, mask=inside,",
+        "values * scale * tl.load(weight + columns, mask=columns >= 0,",
+        check_norm,
+    ),
+    Mutation("sin_stride + half + column, mask=narrow,", "sin_stride + half + column, mask=column >= 0,", check_rope),
+    Mutation("k_norm + half + column, mask=narrow,", "k_norm + half + column, mask=column >= 0,", check_rope),
+    Mutation("tl.program_id(1) * HEADS", "tl.program_id(1)", lambda m: check_rope(m, 64, (33, 1))),
+    Mutation("head[:, None] * (2 * half)", "head[:, None] * half", check_rope),
+    Mutation("a * scale * tl.where(query, q_a, k_a)", "a * scale * q_a", check_rope),
+    Mutation("b * scale * tl.where(query, q_b, k_b)", "b * tl.where(query, q_b, k_b)", check_rope),
     Mutation("narrow = column < half", "narrow = column <= half", check_rope),
     Mutation("/ (2 * half) + eps", "/ half + eps", check_rope),
     Mutation("query = (head < query_heads)", "query = (head <= query_heads)", check_rope),

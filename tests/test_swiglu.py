@@ -17,6 +17,7 @@ from tests.dense_kernels import (
     poisoned,
     random,
 )
+from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
 from kernels import reference_dense, swiglu
@@ -32,13 +33,13 @@ def check(module: ModuleType, ffn: int = 96, dtype: torch.dtype = torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("ffn", [1, 80, 96, 576, 1536, 2049])
+@pytest.mark.parametrize("ffn", [1, 80, 96, 576, 1536, 2049, 3000])
 def test_the_gate_is_the_exact_one_rounded(ffn: int, dtype: torch.dtype) -> None:
     check(swiglu, ffn, dtype)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8))
+@settings(max_examples=9, deadline=None)
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=32))
 def test_no_gate_is_too_large(gates: list[float]) -> None:
     """exp(-gate) of a gate below -88 has no float32."""
     gate = torch.tensor([gates])
@@ -79,6 +80,9 @@ MUTATIONS = [
     Mutation("tl.where(gate < 0, power, 1.0)", "tl.where(gate < 0, 1.0, power)", check),
     Mutation("values = gate * tl.where", "values = tl.where", check),
     Mutation("tl.program_id(1) * BLOCK", "tl.program_id(1) * (BLOCK + 1)", lambda m: check(m, 2049)),
+    Mutation("tl.program_id(1) * BLOCK", "tl.program_id(1)", lambda m: check(m, 3000)),
+    Mutation("up = tl.load(place + ffn, mask=inside, other=0.0)", "up = tl.load(place + ffn)", check),
+    Mutation("/ (1.0 + power) * up", "/ (1.0 + power)", check),
 ]
 
 
