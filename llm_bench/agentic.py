@@ -64,7 +64,7 @@ def _weka_rows(v: Values, reading: Reading, line: int) -> list[Row]:
     A partial last block has no id in the file: it gets one of its own, as nothing says that its text came twice.
     """
     session = label(v, "id") or f"line {line}"
-    size = reading.block_size or must(count(v, "block_size"), "block_size")
+    size = reading.block_size or must(v, "block_size")
     scope = v.get("hash_id_scope") or "local"
     if scope not in ("local", "global"):
         raise ValueError(f"hash_id_scope is {found(scope, 'local or global')}")
@@ -72,7 +72,7 @@ def _weka_rows(v: Values, reading: Reading, line: int) -> list[Row]:
     base = 0 if scope == "global" else free
     rows: list[Row] = []
     for name, at, r in _weka_requests(v, session, reading):
-        tokens_in, tokens_out = must(count(r, "in"), "in"), must(count(r, "out"), "out")
+        tokens_in, tokens_out = must(r, "in"), must(r, "out")
         hash_ids = tuple(base + i for i in whole_numbers(r, "hash_ids"))
         if hash_ids and not base <= min(hash_ids) <= max(hash_ids) < _PARTIAL:
             raise ValueError("hash_ids has one below 0 or of more than 31 bits, expected ids counted from 1")
@@ -149,7 +149,7 @@ def _tracelab_rows(v: Values, reading: Reading, line: int) -> list[Row]:
 
     Server time and time to first token are not in the trace. The pause before a round is its tools' and its user's.
     """
-    tokens_in = must(count(v, "input_tokens_total"), "input_tokens_total")
+    tokens_in = must(v, "input_tokens_total")
     tokens_out = count(v, "output_tokens")
     cached, added = count(v, "prefix_tokens"), count(v, "newly_append_tokens")
     if cached is not None and added is not None and cached + added != tokens_in:

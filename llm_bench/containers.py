@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from llm_bench.errors import BenchError
-from llm_bench.fields import Values
+from llm_bench.fields import Values, shortened
 
 Item = tuple[int, Values | ValueError]  # (line of the file, item of a JSON list or row of a Parquet file, from 1; what)
 LARGEST_DOCUMENT_BYTES = 2 * 2**30  # a JSON document is parsed from memory, where it takes several times its size
@@ -150,10 +150,24 @@ def _text(raw: bytes, number: int) -> str:
     try:
         return raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as e:
-        raise ValueError(f"byte {e.start} of the line is not UTF-8") from None
+        raise _no_text(e) from None
+
+
+def _no_text(error: UnicodeDecodeError) -> ValueError:
+    return ValueError(f"byte {error.start} of the line is not UTF-8")
 
 
 # -- which container --------------------------------------------------------------------------------------------------
+
+
+_NO_TEXT = {  # how a file begins -> what it is, and what would be right
+    b"\x1f\x8b": "gzip's bytes, expected a name that ends in .gz",
+    b"BZh": "bzip2's bytes, expected a name that ends in .bz2",
+    b"\x28\xb5\x2f\xfd": "zstd's bytes, expected a name that ends in .zst",
+    b"PK\x03\x04": "a zip archive (or a spreadsheet), expected the file inside it, or a table saved as CSV",
+    b"\xff\xfe": "text in UTF-16, expected UTF-8",
+    b"\xfe\xff": "text in UTF-16, expected UTF-8",
+}
 
 
 @contextmanager
@@ -167,6 +181,9 @@ def reading(path: Path) -> Iterator[Items]:
     with file:
         with _readable(path):
             start: bytes = file.peek(64)  # type: ignore[attr-defined]
+        for begins, what in _NO_TEXT.items():
+            if start.startswith(begins):
+                raise BenchError(f"{path}: {what}")
         found = _parquet(path, file) if start[:4] == b"PAR1" else _json_or_csv(path, file, start)
         if found is None:
             raise BenchError(f"{path}: empty, expected a trace")
@@ -240,8 +257,8 @@ def _decimal(text: str) -> Decimal:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = Counter(name for name, _ in pairs)
-        raise ValueError(f"the key {names.most_common(1)[0][0]!r} is there twice; keep one of them")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {shortened([twice])[0]!r} is there twice; keep one of them")
     return values
 
 
@@ -341,9 +358,9 @@ def _csv_rows(names: list[str], delimiter: str, before: int, lines: Iterator[tup
     def texts() -> Iterator[str]:
         for number, raw in lines:
             try:
-                yield _text(raw, number)
-            except ValueError as e:
-                undecoded.append((number, e))
+                yield raw.decode()
+            except UnicodeDecodeError as e:
+                undecoded.append((number, _no_text(e)))
                 yield "\n"
 
     reader = csv.reader(texts(), delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -359,7 +376,7 @@ def _csv_rows(names: list[str], delimiter: str, before: int, lines: Iterator[tup
                 elif len(cells) == columns:
                     yield number, dict(zip(names, map(_cell, cells), strict=True))
                 elif "".join(cells).strip():
-                    yield number, ValueError(f"{len(cells)} cells, expected {columns}: {', '.join(names)}")
+                    yield number, ValueError(f"{len(cells)} cells, expected {columns}: {', '.join(shortened(names))}")
             more = False
         except csv.Error as e:
             number, ended = ended + 1, before + reader.line_num
@@ -381,13 +398,10 @@ def _no_csv(error: csv.Error) -> str:
 
 def _cell(text: str) -> int | str | None:
     """A whole number as such; text that only looks like one (007, digits of other scripts) stays text; "" is None."""
-    if _is_whole(text):
-        return int(text)  # nearly every cell
     text = text.strip()
-    return int(text) if _is_whole(text) else text or None
-
-
-_is_whole = re.compile(rf"0|[1-9][0-9]{{0,{_LONGEST_INT - 2}}}").fullmatch
+    if text.isdigit() and text.isascii() and (text[0] != "0" or text == "0") and len(text) < _LONGEST_INT:
+        return int(text)
+    return text or None
 
 
 def _parquet(path: Path, file: IO[bytes]) -> Items:

@@ -81,6 +81,8 @@ def _untimed(case: _Case) -> str:
 
 
 def _unit(case: _Case) -> str:
+    if "unit" in case.trace.facts.get("given", ()):
+        return ""
     unit = case.trace.facts.get("unit", "")
     n, span, zero = len(case.at_s), _span(case.at_s), case.trace.facts.get("zero_s") or 0.0
     right = [other for other in UNITS if unit in UNITS and EPOCH[0] <= zero * UNITS[other] / UNITS[unit] <= EPOCH[1]]
@@ -327,7 +329,7 @@ def _constant(case: _Case) -> str:
 
 
 def _turns(case: _Case) -> str:
-    if case.trace.facts.get("turns") != "new":
+    if case.trace.facts.get("turns") != "new" or "turns" in case.trace.facts.get("given", ()):
         return ""
     rows = case.trace.rows
     named = np.flatnonzero(rows["session"] >= 0)

@@ -22,6 +22,7 @@ from llm_bench.steady import DRIFT_BATCHES
 from llm_bench.windows import Settling, Window
 
 MAX_CACHED_SHARE = 0.01
+MAX_OVER_PLAN = 0.1  # of the prompt tokens: a target's template and its count of tokens are not the plan's
 MAX_BURST_SHARE = 0.5
 MAX_FAILED_SHARE = 0.01  # all failures are listed; above this the ok ones are no longer the whole story
 MAX_WAITING_SHARE = 0.2
@@ -295,20 +296,35 @@ def _sharing_planned(f: Facts) -> bool:
 
 
 def _cached(f: Facts) -> Finding | None:
-    """Cached tokens beyond the chat template, which stands before every prompt and which any prefix cache keeps."""
-    rows = f.ok & (f.cell["tokens_cached"] >= 0) & (f.cell["tokens_in"] > 0)
-    if not rows.any() or _sharing_planned(f):
+    """Cached tokens beyond the chat template, which stands before every prompt and which any prefix cache keeps, and
+    beyond what the plan shares: that one is of all requests, those before the window too."""
+    planned = _sharing_planned(f)
+    counted = outcome_in(f.cell, "ok") if planned else f.ok
+    rows = counted & (f.cell["tokens_cached"] >= 0) & (f.cell["tokens_in"] > 0)
+    most = _shareable(f) if planned else 0.0
+    if not rows.any() or most is None:
         return None
     template = math.ceil(max(f.header("probe").get("base_tokens") or 0.0, 0.0))
     share = float(np.maximum(f.cell["tokens_cached"][rows] - template, 0).sum() / f.cell["tokens_in"][rows].sum())
-    if share <= MAX_CACHED_SHARE:
+    if share <= most + (MAX_OVER_PLAN if planned else MAX_CACHED_SHARE):
         return None
+    allowed = f"of the plan's an endless cache can find {most:.1%}" if planned else "the trace plans no sharing"
     return Finding(
-        f"the server took {share:.1%} of their tokens from its cache, the template's {template} left out, and the "
-        "trace plans no sharing: TTFT and throughput are not comparable with a cold run",
+        f"the server took {share:.1%} of their tokens from its cache, the template's {template} left out, and "
+        f"{allowed}: TTFT and throughput are not comparable with a cold run",
         TOO_LOW,
         "Restart the server",
     )
+
+
+def _shareable(f: Facts) -> float | None:
+    """The most that the plan lets a cache find of as many requests as were sent; None where it does not say."""
+    parts = f.header("plan").get("shareable")
+    if not parts:
+        return None
+    sent = int(windows.attempted(f.cell).sum())
+    last = next((i for i, (requests, _) in enumerate(parts) if requests >= sent), len(parts) - 1)
+    return float(max(share for _, share in parts[max(last - 1, 0) : last + 1]))
 
 
 def _estimated(f: Facts) -> Finding | None:

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from decimal import Decimal
@@ -21,6 +21,7 @@ Values = Mapping[str, Any]
 Row = tuple[int | None, Request]  # (its time in ns, on the trace's own scale; the request without at_s)
 UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}  # ns
 DATE_TIME = "date-time"  # the unit of times that are a date and a time of day
+MOST_NAMED, LONGEST_NAME = 20, 60  # keys of a file in one sentence, characters of each
 LATEST_NS = 10**28  # on a file's own scale; a larger time is a mistake, and arithmetic on it may take for ever
 HEADER = "llm_bench_trace"  # first key of our own format's header line; its value is the version
 HEADER_KEYS = {HEADER, "unit", "block_size", "turns", "about"}
@@ -69,6 +70,13 @@ class Format(NamedTuple):
     )
 
 
+def shortened(names: Iterable[str]) -> list[str]:
+    """Names that a file gives, for a message: the first of them, each cut, as a file may be one line of anything."""
+    every = list(names)
+    more = [f"... {len(every) - MOST_NAMED:,} more"] if len(every) > MOST_NAMED else []
+    return [x if len(x) <= LONGEST_NAME else f"{x[:LONGEST_NAME]}..." for x in every[:MOST_NAMED]] + more
+
+
 def found(value: object, right: str) -> str:
     return f"{_shown(value)[:200]}, expected {right}"
 
@@ -90,7 +98,7 @@ def count(values: Values, *names: str) -> int | None:
     if len(names) == 1:
         value = values.get(names[0])
         if type(value) is int and 0 <= value <= MOST_TOKENS:
-            return value  # nearly every row's
+            return value
     given = {name: values[name] for name in names if values.get(name) is not None}
     for name, value in given.items():
         if isinstance(value, str) and _UNCLEAR.fullmatch(value):
@@ -106,7 +114,12 @@ def count(values: Values, *names: str) -> int | None:
     return next(iter(given.values()), None)
 
 
-def must(value: int | None, name: str) -> int:
+def must(values: Values, name: str, *others: str) -> int:
+    """count, of a value that a row cannot be without."""
+    value = values.get(name)
+    if type(value) is int and 0 <= value <= MOST_TOKENS and not others:
+        return value  # nearly every row's
+    value = count(values, name, *others)
     if value is None:
         raise ValueError(f"{name} is missing, expected a whole number, 0 or more")
     return value

@@ -37,13 +37,13 @@ _AZURE_IMAGES = ("TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens")
 
 
 def _azure_rows(v: Values, reading: Reading, line: int) -> list[Row]:
-    tokens_in = must(count(v, "ContextTokens"), "ContextTokens")
-    tokens_out = must(count(v, "GeneratedTokens"), "GeneratedTokens")
+    tokens_in = must(v, "ContextTokens")
+    tokens_out = must(v, "GeneratedTokens")
     return [(seven_decimals(v.get("TIMESTAMP"), "TIMESTAMP"), Request(tokens_in, tokens_out, line=line))]
 
 
 def _azure_images_rows(v: Values, reading: Reading, line: int) -> list[Row]:
-    must(count(v, "NumImages"), "NumImages")
+    must(v, "NumImages")
     return _azure_rows(v, reading, line)
 
 
@@ -56,8 +56,8 @@ _BURSTGPT = ("Timestamp", "Session ID", "Elapsed time", "Model", *_BURSTGPT_TOKE
 def _sums(v: Values, *names: str) -> tuple[int, int]:
     """Prompt and answer tokens; the third name's value, where it is given, must be their sum."""
     tokens_in, tokens_out, total = (
-        must(count(v, names[0]), names[0]),
-        must(count(v, names[1]), names[1]),
+        must(v, names[0]),
+        must(v, names[1]),
         count(v, names[2]),
     )
     if total not in (None, tokens_in + tokens_out):
@@ -93,10 +93,10 @@ def _is_mooncake(first: Values) -> bool:
 
 
 def _mooncake_rows(v: Values, reading: Reading, line: int) -> list[Row]:
-    tokens_out = must(count(v, "output_length", "output_tokens"), "output_length")
+    tokens_out = must(v, "output_length", "output_tokens")
     hash_ids = whole_numbers(v, "hash_ids")
     request = Request(
-        tokens_in=must(count(v, "input_length"), "input_length"),
+        tokens_in=must(v, "input_length"),
         tokens_out=tokens_out,
         hash_ids=hash_ids,
         block_size=reading.block_size if hash_ids else 0,
@@ -122,8 +122,8 @@ def _bailian_rows(v: Values, reading: Reading, line: int) -> list[Row]:
     if not chat or not parent:
         raise ValueError(f"chat_id {chat!r}, parent_chat_id {parent!r}, expected both; -1 is no parent")
     tokens_in, tokens_out = (
-        must(count(v, "input_length"), "input_length"),
-        must(count(v, "output_length"), "output_length"),
+        must(v, "input_length"),
+        must(v, "output_length"),
     )
     session, floor = reading.memory.pop(parent, (chat, 0))
     if tokens_in < floor and reading.turns != "new":
@@ -164,8 +164,8 @@ def _ragpulse_rows(v: Values, reading: Reading, line: int) -> list[Row]:
     for name in ids:
         whole_numbers(ids, name)
     request = Request(
-        must(count(v, "input_length"), "input_length"),
-        must(count(v, "output_length"), "output_length"),
+        must(v, "input_length"),
+        must(v, "output_length"),
         client=label(v, "session_id"),
         line=line,
     )
@@ -194,7 +194,7 @@ def _plain_rows(v: Values, reading: Reading, line: int) -> list[Row]:
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise ValueError(f"prompt is {found(prompt, 'text')}")
     request = Request(
-        must(tokens_in, "in") if prompt is None else tokens_in or 0,
+        must(v, "in") if prompt is None else tokens_in or 0,
         count(v, "out"),
         prompt=prompt,
         session=label(v, "session"),
@@ -239,7 +239,7 @@ def _own_rows(v: Values, reading: Reading, line: int) -> list[Row]:
         raise ValueError(f"priority is {found(priority, 'a whole number of 32 bits')}")
     tokens_in, turn = count(v, "input_length"), count(v, "turn")
     if tokens_in is None:  # only a text may leave its length to the target
-        tokens_in = len(token_ids) if given else must(None, "input_length")
+        tokens_in = len(token_ids) if given else must(v, "input_length")
     elif token_ids and tokens_in != len(token_ids):
         raise ValueError(f"input_length is {tokens_in}, but there are {len(token_ids)} prompt_token_ids")
     hash_ids = whole_numbers(v, "hash_ids")

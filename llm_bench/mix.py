@@ -5,16 +5,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from llm_bench.errors import BenchError
+from llm_bench.parts import parse as parse_text
 from llm_bench.request import LONGEST_S, Request, Trace
 from llm_bench.ticks import dejitter as off_ticks
 
-_COMPRESSED = (".gz", ".zst", ".bz2")
 _RIGHT = "expected PATH:SHARE[:priority=N][:name=CLASS], such as chat.jsonl:0.8"
 
 
@@ -29,37 +28,12 @@ class Part(NamedTuple):
 
 def parse_part(text: str) -> Part:
     """PATH:SHARE[:priority=N][:name=CLASS]; the path may hold colons. Raises BenchError saying what is wrong."""
-    path, *fields = text.split(":")
-    options: dict[str, str] = {}
-    while fields and "=" in fields[-1]:
-        name, _, value = fields.pop().partition("=")
-        if name not in ("priority", "name"):
-            raise BenchError(f"part {text!r}: no option {name!r}, {_RIGHT}")
-        if name in options or not value:
-            raise BenchError(f"part {text!r}: {name} {'twice' if value else 'without a value'}, {_RIGHT}")
-        options[name] = value
-    share = _number(fields.pop()) if fields else None
-    path = ":".join([path, *fields])
-    if share is None or not path:
-        raise BenchError(f"part {text!r}: no {'share' if path else 'path'}, {_RIGHT}")
-    if not (share > 0 and math.isfinite(share)):
-        raise BenchError(f"part {text!r}: a share of {share:g}, expected a number over 0")
-    priority = _number(options.get("priority", "0"))
-    if priority is None or not (priority.is_integer() and -(2**31) <= priority < 2**31):
-        raise BenchError(f"part {text!r}: priority {options['priority']!r}, expected a whole number of 32 bits")
-    return Part(path, share, options.get("name") or _stem(path), int(priority) if "priority" in options else None)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _stem(path: str) -> str:
-    name = Path(path)
-    return Path(name.stem).stem if name.suffix in _COMPRESSED else name.stem
+    found = parse_text(text, "part", _RIGHT)
+    if found.share is None:
+        raise BenchError(f"part {text!r}: no share, {_RIGHT}")
+    if not (found.share > 0 and math.isfinite(found.share)):
+        raise BenchError(f"part {text!r}: a share of {found.share:g}, expected a number over 0")
+    return Part(found.path, found.share, found.name, found.priority)
 
 
 def mix(

@@ -1,19 +1,16 @@
 """A trace beside its neighbours: it keeps its own arrivals, and so do they, or each takes its share of all requests."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from llm_bench import mix
+from llm_bench import mix, parts
 from llm_bench.errors import BenchError
 from llm_bench.request import Request, Trace
 
 _RIGHT = "expected PATH[:SHARE][:priority=N][:name=CLASS], such as batch.jsonl:0.2"
-_COMPRESSED = (".gz", ".zst", ".bz2")
 _SILENT_GAPS = 5  # mean gaps at its end after which a neighbour is over: a Poisson one is so silent in 1 of 150
 _SHORT = 0.05  # of a share's requests may be lacking: whole conversations cannot meet it exactly
 
@@ -29,44 +26,13 @@ class Neighbour(NamedTuple):
 
 def parse(text: str) -> Neighbour:
     """PATH[:SHARE][:priority=N][:name=CLASS]; the path may hold colons. Raises BenchError saying what is wrong."""
-    path, *fields = text.split(":")
-    options: dict[str, str] = {}
-    while fields and "=" in fields[-1]:
-        name, _, value = fields.pop().partition("=")
-        if name not in ("priority", "name"):
-            raise BenchError(f"--beside {text!r}: no option {name!r}, {_RIGHT}")
-        if name in options or not value:
-            raise BenchError(f"--beside {text!r}: {name} {'twice' if value else 'without a value'}, {_RIGHT}")
-        options[name] = value
-    share = _number(fields[-1]) if fields else None
-    path = ":".join([path, *(fields if share is None else fields[:-1])])
-    if not path:
-        raise BenchError(f"--beside {text!r}: no path, {_RIGHT}")
-    if share is not None and not 0 < share < 1:
+    found = parts.parse(text, "--beside", _RIGHT)
+    if found.share is not None and not 0 < found.share < 1:
         raise BenchError(
-            f"--beside {text!r}: a share of {share:g}, expected one of all requests, over 0 and under 1; without one "
-            "it keeps its own arrivals"
+            f"--beside {text!r}: a share of {found.share:g}, expected one of all requests, over 0 and under 1; without "
+            "one it keeps its own arrivals"
         )
-    priority = _number(options.get("priority", "0"))
-    if priority is None or not (priority.is_integer() and -(2**31) <= priority < 2**31):
-        raise BenchError(f"--beside {text!r}: priority {options['priority']!r}, expected a whole number of 32 bits")
-    return Neighbour(
-        path, options.get("name") or class_of(path), share, int(priority) if "priority" in options else None
-    )
-
-
-def _number(text: str) -> float | None:
-    try:
-        found = float(text)
-    except ValueError:
-        return None
-    return found if math.isfinite(found) else None
-
-
-def class_of(path: str) -> str:
-    """The class of a trace's requests that is given no name: its file's, without what says its format."""
-    name = Path(path)
-    return Path(name.stem).stem if name.suffix in _COMPRESSED else name.stem
+    return Neighbour(found.path, found.name, found.share, found.priority)
 
 
 def together(own: Trace, beside: Sequence[tuple[Trace, Neighbour]], seed: int = 0) -> Trace:
@@ -85,7 +51,7 @@ def together(own: Trace, beside: Sequence[tuple[Trace, Neighbour]], seed: int = 
     """
     assert beside, "checked by who calls"
     traces = [own, *(trace for trace, _ in beside)]
-    names = [Neighbour(own.path, class_of(own.path)), *(neighbour for _, neighbour in beside)]
+    names = [Neighbour(own.path, parts.class_of(own.path)), *(neighbour for _, neighbour in beside)]
     taken = sum(n.share or 0.0 for n in names)
     if taken >= 1:
         raise BenchError(f"--beside: shares of {taken:g} in all, expected under 1: the trace has what they leave")
@@ -95,7 +61,7 @@ def together(own: Trace, beside: Sequence[tuple[Trace, Neighbour]], seed: int = 
     starts = [_starts_s(of) for of in talks]
     span_s = _span_s(starts[0])
     rates = _rates(talks, starts, names, span_s, taken)
-    placed, notes = [_Placed(talks[0], starts[0])], [f"{names[0].name}: {len(own.requests):,} requests, its own times"]
+    placed, notes = [_Placed(talks[0], starts[0])], [f"{names[0].name}: {_requests(len(own.requests))}, its own times"]
     for i in range(1, len(names)):
         draws = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, i])))
         found, said = _beside(names[i], talks[i], starts[i], rates[i], span_s, draws)
@@ -180,7 +146,7 @@ def _beside(
     if not found.talks:
         raise BenchError(f"--beside: nothing of {name.name!r} ({name.path}) falls into the {span_s:g} s of the trace")
     count = sum(map(len, found.talks))
-    notes = [f"{name.name}: {count:,} of {had:,} requests, {how}" + (f", {count / span_s:.4g}/s" if span_s else "")]
+    notes = [f"{name.name}: {count:,} of {_requests(had)}, {how}" + (f", {count / span_s:.4g}/s" if span_s else "")]
     silent_s = span_s - found.at_s[-1]
     if own and silent_s > _SILENT_GAPS * _span_s(found.at_s) / kept:
         notes.append(
@@ -188,7 +154,9 @@ def _beside(
             "such neighbour; give a longer one, or --to"
         )
     elif not own and count < (1 - _SHORT) * wanted:
-        notes.append(f"doubt: {name.name} has {count:,} of the {wanted:,.0f} requests of its share; give a longer one")
+        notes.append(
+            f"doubt: {name.name} has {count:,} of the {_requests(round(wanted))} of its share; give a longer one"
+        )
     return found, notes
 
 
@@ -214,11 +182,11 @@ def _untimed(
 
 def _one(traces: Sequence[Trace], names: Sequence[Neighbour], placed: Sequence[_Placed], said: Sequence[str]) -> Trace:
     """Kept apart by `mix`, which is given no times, so that it deals out all of each part; then put at their times."""
-    parts = []
+    pieces = []
     for trace, name, of in zip(traces, names, placed, strict=True):
         requests = [r for talk in of.talks for r in talk]
-        parts.append((_without_times(trace._replace(requests=requests)), _part(name, float(len(requests)))))
-    apart = mix.mix(parts)
+        pieces.append((_without_times(trace._replace(requests=requests)), _part(name, float(len(requests)))))
+    apart = mix.mix(pieces)
     times = {name.name: iter(_times(of)) for name, of in zip(names, placed, strict=True)}
     rows = [(r, *next(times[r.request_class.split("/")[0]])) for r in apart.requests]
     rows.sort(key=lambda row: row[2])  # stable: turns of a conversation stay in their order
@@ -238,6 +206,10 @@ def _times(placed: _Placed) -> list[tuple[float | None, float, int]]:
             key = max(key, own) if own is not None else key
             found.append((None if own is None else round(own, 9), key, r.line))
     return found
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request{'s' * (count != 1)}"
 
 
 def _part(name: Neighbour, share: float) -> mix.Part:

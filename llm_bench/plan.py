@@ -9,12 +9,15 @@ import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from llm_bench import prefixes
 from llm_bench.errors import BenchError
 from llm_bench.exchange import Exchange
 from llm_bench.request import LONGEST_S, Request
+from llm_bench.sheet import says_its_own
 
 ALONE_MARGIN = 5.0  # short requests, and later ones, are faster than the probe's first
 LEAST_ALONE_S = 0.0003  # no server of the field answers faster, and no client of ours asks faster
@@ -178,6 +181,25 @@ def _conversations(requests: Sequence[Request]) -> tuple[list[int], list[int]]:
         if request.session:
             last_of[request.session] = i
     return first, following
+
+
+def sharing(requests: Sequence[Request], salts: Sequence[str]) -> dict[str, Any]:
+    """What a plan says of prefixes that its prompts have in common, for the header of a run.
+
+    "shares", "sessions": whether there are hash ids, conversations. "shareable", where one of them is so: [[k, the
+    share of the first k prompts' tokens that an endless cache can find], ...], k halved from all of them down to one,
+    as a cell may end anywhere: a block is found behind the same blocks of a prompt of the same salt, of a later turn
+    all but what its user adds. Left out where a request brings its own text, which may share with any other.
+    """
+    said: dict[str, Any] = {"shares": any(r.hash_ids for r in requests), "sessions": any(r.session for r in requests)}
+    if not any(said.values()) or any(map(says_its_own, requests)):
+        return said
+    in_blocks = prefixes.findable(requests, salts)
+    history = (r.tokens_in - r.tokens_new if r.turn else 0 for r in requests)
+    found = np.cumsum([max(known) for known in zip(in_blocks, history, strict=True)])
+    shares = found / np.maximum(np.cumsum([r.tokens_in for r in requests]), 1)
+    parts = sorted({len(requests) >> i for i in range(len(requests).bit_length())})
+    return said | {"shareable": [[k, float(shares[k - 1])] for k in parts]}
 
 
 def repeat(requests: Sequence[Request], count: int) -> tuple[list[Request], list[int]]:

@@ -1,7 +1,7 @@
 """Prompts as paths in a tree of hash blocks: what a prefix cache of any size hits, and ids that cannot be right."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -57,6 +57,24 @@ def saved(request: Prompt, tree: dict[tuple[int, int], int]) -> int:
         known += request.block_size if node != fresh and left >= request.block_size else 0
         left -= request.block_size
     return known
+
+
+def findable(requests: Iterable[Prompt], roots: Iterable[str]) -> Iterator[int]:
+    """Of each prompt's tokens those in blocks that one before it has behind the same blocks and the same root.
+
+    Partial last blocks count: an engine's own blocks may be smaller, so that this is what none can exceed. `roots`: one
+    a prompt; prompts of different roots are different texts from the first token on.
+    """
+    tree: dict[tuple[str | int, int], int] = {}
+    for request, root in zip(requests, roots, strict=True):
+        node: str | int = root
+        known, left = 0, request.tokens_in
+        for i in request.hash_ids:
+            fresh = len(tree) + 1
+            node = tree.setdefault((node, i), fresh)
+            known += min(request.block_size, left) if node != fresh else 0
+            left -= request.block_size
+        yield known
 
 
 class Bound(NamedTuple):

@@ -1,9 +1,11 @@
 """Request, one row of work; Trace, what a file of them held."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 MOST_TOKENS = 10_000_000  # of a prompt or an answer: longer than any context, and a text of it still fits in memory
 LONGEST_S = (
@@ -13,6 +15,31 @@ LONGEST_S = (
 _NOTHING: Mapping[str, Any] = MappingProxyType({})  # one for all: a dict each would be 64 MB in a million rows
 
 
+def _quickly_filled(frozen: type[T]) -> type[T]:
+    """The same dataclass, as frozen, with an __init__ of the same arguments that fills it four times as fast.
+
+    dataclass fills a frozen class by a call of object.__setattr__ for each field: 7 of the 11 µs that a row of a trace
+    took to read. Here the new object is of a class with the same slots that is open, its fields are stored as in any
+    other class, and then it is frozen. A factory is called once: what it makes is shared, so it must not change.
+    """
+    given = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(frozen)}  # type: ignore[arg-type]
+    arguments = ", ".join(name if default is MISSING else f"{name}=given[{name!r}]" for name, default in given.items())
+    stores = "\n    ".join(f"self.{name} = {name}" for name in given)
+    text = f"""
+def __init__(self, {arguments}):
+    set_(self, "__class__", opened)
+    {stores}
+    self.__class__ = frozen
+"""
+    opened = type("Open" + frozen.__name__, (), {"__slots__": tuple(given)})
+    made: dict[str, Any] = {"given": given, "set_": object.__setattr__, "opened": opened, "frozen": frozen}
+    exec(text, made)  # as dataclass makes its own: the fields are written down once
+    made["__init__"].__qualname__ = f"{frozen.__qualname__}.__init__"
+    frozen.__init__ = made["__init__"]  # type: ignore[method-assign]
+    return frozen
+
+
+@_quickly_filled
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row of work. At most one of prompt, messages, prompt_token_ids, body is given; none: text is made up."""

@@ -3,9 +3,9 @@
 A column that holds its default throughout is not kept, so that lengths and stamps alone take no room for sessions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -96,26 +96,28 @@ class Gathering:
     zero_ns: int | None = None  # the first stamp
     codes: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in LABELS})
     parts: list[Rows] = field(default_factory=list)
-    waiting: list[Row] = field(default_factory=list)
 
-    def add(self, row: Row) -> None:
-        self.waiting.append(row)
-        if len(self.waiting) == CHUNK:
-            self._flush()
+    def add(self, rows: Iterable[Row]) -> None:
+        rest = iter(rows)
+        while self._add(list(islice(rest, CHUNK))):  # nothing holds a part while the next one is read
+            pass
 
-    def _flush(self) -> None:
+    def _add(self, part: list[Row]) -> bool:
+        """Whether there was one; of no rows at all there is one empty part."""
+        if not part and self.parts:
+            return False
         if self.zero_ns is None:
-            self.zero_ns = next((at for at, _ in self.waiting if at is not None), None)
+            self.zero_ns = next((at for at, _ in part if at is not None), None)
         zero = self.zero_ns or 0
-        timed = np.array([at is not None for at, _ in self.waiting], bool)
-        at_ns = integers([0 if at is None else at - zero for at, _ in self.waiting])
-        requests = [request for _, request in self.waiting]
+        timed = np.array([at is not None for at, _ in part], bool)
+        at_ns = integers([0 if at is None else at - zero for at, _ in part])
+        requests = [request for _, request in part]
         self.parts.append(_part(requests, self.codes, {"at_ns": at_ns, "timed": timed}))
-        self.waiting = []
+        return bool(part)
 
     def rows(self) -> Rows:
-        if self.waiting or not self.parts:
-            self._flush()
+        if not self.parts:
+            self._add([])
         names = {name: list(codes) for name, codes in self.codes.items()}
         parts, self.parts = self.parts, []
         columns = {}
@@ -136,7 +138,7 @@ def _part(requests: Sequence[Request], codes: dict[str, dict[str, int]], columns
     columns["tokens_out"] = np.array([-1 if r.tokens_out is None else r.tokens_out for r in requests], np.int32)
     columns["think_s"] = _floats([r.think_s for r in requests])
     columns["blocks"] = np.array([len(r.hash_ids) for r in requests], np.int32)
-    columns["own_text"] = np.array([says_its_own(r) for r in requests], bool)
+    columns["own_text"] = np.array([texts != _NO_TEXTS for texts in map(_texts, requests)], bool)
     for label in LABELS:
         columns[label] = _coded(list(map(attrgetter(label), requests)), codes[label])
     said = {name: column for name, column in columns.items() if not _is_default(name, column)}
@@ -144,8 +146,11 @@ def _part(requests: Sequence[Request], codes: dict[str, dict[str, int]], columns
     return Rows(n, said, ids, {})
 
 
+_texts, _NO_TEXTS = attrgetter("prompt", "messages", "prompt_token_ids", "body"), (None,) * 4
+
+
 def says_its_own(r: Request) -> bool:
-    return not (r.prompt is None and r.messages is None and r.prompt_token_ids is None and r.body is None)
+    return _texts(r) != _NO_TEXTS
 
 
 def _is_default(name: str, column: np.ndarray) -> bool:

@@ -30,6 +30,7 @@ from llm_bench.fields import (
     Values,
     count,
     found,
+    shortened,
 )
 from llm_bench.formats import ALIASES, FORMATS, PLAIN
 from llm_bench.request import Request, Trace
@@ -51,10 +52,10 @@ def _detect(first: Values, asked: str | None) -> str:
         raise ValueError("a model, no trace; one is made of it by: llm-bench trace synth MODEL -o FILE")
     names = [name for name, form in FORMATS.items() if form.detect(first) and asked in (None, name)]
     if not names and asked:
-        raise ValueError(f"no {asked} file has the keys {list(first)}, expected {FORMATS[asked].about}")
+        raise ValueError(f"no {asked} file has the keys {shortened(first)}, expected {FORMATS[asked].about}")
     if not names:
         raise ValueError(
-            f"no known format has the keys {list(first)}; known: {', '.join(FORMATS)}; or give a map of them"
+            f"no known format has the keys {shortened(first)}; known: {', '.join(FORMATS)}; or give a map of them"
         )
     if len(names) > 1:
         raise ValueError(
@@ -86,11 +87,12 @@ def _check_map(names: Mapping[str, str], asked: str | None, file: containers.Ite
     """ValueError where a map says what a file cannot have."""
     if asked not in (None, "plain"):
         raise ValueError(f"format {asked} and a map, expected one of the two")
-    if names.keys() - set(PLAIN) or not names.keys() & {"in", "prompt"}:
-        raise ValueError(f"map {found(', '.join(names), 'in or prompt, and any of ' + ', '.join(PLAIN))}")
+    wrong = [name for name in names if name not in PLAIN] or ([] if names.keys() & {"in", "prompt"} else list(names))
+    if wrong:
+        raise ValueError(f"map of {found(', '.join(wrong), 'in or prompt, and any of ' + ', '.join(PLAIN))}")
     missing = [name for name in names.values() if file.table and name not in file.first]
     if missing:
-        raise ValueError(f"no column {missing[0]!r}; there are: {', '.join(file.first)}")
+        raise ValueError(f"no column {missing[0]!r}; there are: {', '.join(shortened(file.first))}")
 
 
 def _renamed(names: Mapping[str, str], values: Values | ValueError) -> Values | ValueError:
@@ -140,6 +142,7 @@ class Source:
     items: Iterator[containers.Item]
     limit: int | None
     skip_bad: int
+    given: list[str]  # what the user says of "unit" and "turns", and is not asked about again
     skipped: Counter[str] = field(default_factory=Counter)
     left_out: list[int] = field(default_factory=list)  # stamps of rows that came, and are not sent
     bad: list[str] = field(default_factory=list)
@@ -169,13 +172,14 @@ def opened(
             if map is not None:
                 _check_map(map, format, file)
             name = "plain" if map is not None else _detect(file.first, format)
+            given = [name for name, said in (("unit", unit), ("turns", turns)) if said]
             reading, unit = _header(FORMATS[name], file.first, unit, block_size, turns)
         except ValueError as e:
             raise BenchError(f"{path}:{file.number}: {e}") from None
         if FORMATS[name].header:
             next(file.items)
         items = ((line, _renamed(map, values)) for line, values in file.items) if map is not None else file.items
-        yield Source(path, name, reading, unit, items, limit, skip_bad)
+        yield Source(path, name, reading, unit, items, limit, skip_bad, given)
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -197,7 +201,9 @@ def rows(source: Source) -> Iterator[Row]:
                 raise values
             if not values.keys() <= keys:
                 unknown = [key for key in values if key not in keys]
-                raise ValueError(f"no {source.name} row has the keys {unknown}; known: {', '.join(form.keys)}")
+                raise ValueError(
+                    f"no {source.name} row has the keys {shortened(unknown)}; known: {', '.join(form.keys)}"
+                )
             new = form.rows(values, reading, number)
             for _, request in new:
                 if request.hash_ids:
@@ -239,6 +245,7 @@ def _arranged(source: Source, read: Rows) -> tuple[Arranged, list[str]]:
     kept = Kept(read, source.left_out, dict(source.skipped), source.bad)
     limit, skip_bad = source.limit, source.skip_bad
     done = arrange(source.path, source.form, kept, source.reading, unit_of(source), limit=limit, skip_bad=skip_bad)
+    done.facts["given"] = source.given
     return done, done.notes + rows_said(source, done.bad)
 
 
@@ -276,10 +283,10 @@ def read(
     How turns are meant is a fact of the whole file, so that a part of it is never read otherwise: with `limit` the rest
     of a file of conversations is read too, unless `turns` or its header says it or its format does.
 
-    Trace.facts: "unit", "date-time" of dates in any format; "resolution_s", the greatest common step of all stamps,
-    None where they do not differ; "zero_s", the first kept stamp on the file's own scale, None for dates; "instants",
-    how many stamps differ; "late_rows", behind a later one; "turns", "" where no conversation has several;
-    "block_size"; "rows", seen in all.
+    Trace.facts: "unit", "date-time" of dates in any format; "given", which of "unit" and "turns" the caller said;
+    "resolution_s", the greatest common step of all stamps, None where they do not differ; "zero_s", the first kept
+    stamp on the file's own scale, None for dates; "instants", how many stamps differ; "late_rows", behind a later one;
+    "turns", "" where no conversation has several; "block_size"; "rows", seen in all.
 
     Raises BenchError with file and line (of a JSON list the item, of Parquet the row) for what breaks a format's rules.
     """
@@ -287,8 +294,7 @@ def read(
     with opened(path, *how) as source:
         read = list(rows(source))
     columns = Gathering()
-    for row in read:
-        columns.add(row)
+    columns.add(read)
     done, notes = _arranged(source, columns.rows())
     if done.places is not None:
         read = [read[place] for place in done.places.tolist()]
@@ -321,8 +327,7 @@ def read_sheet(path: Path | str, **how: Any) -> Sheet:
     """What read gives, as columns of 20 bytes and more a request; no Request is kept, and no text. `how`: of read."""
     with opened(Path(path), **how) as source:
         gathered = Gathering()
-        for row in rows(source):
-            gathered.add(row)
+        gathered.add(rows(source))
     done, notes = _arranged(source, gathered.rows())
     return Sheet(done.rows, source.name, str(path), notes, done.skipped, done.facts)
 

@@ -25,7 +25,7 @@ def figures(w: Workload) -> Iterator[tuple[str, str]]:
 
     a = w.arrivals
     yield "requests", f"{w.n:,}" + (f", {a.n:,} of them with a time" if a.n != w.n else "")
-    yield "span", f"{figure(a.span_s)} s"
+    yield "span", f"{figure(a.span_s)} s" if a.n else "– (no row has a time)"
     yield "rate", said("rate", a.rate, "/s")
     if a.rates:
         yield "rate by tenth of the span", " ".join(f"{x:.3g}" for x in a.rates) + " /s"

@@ -276,6 +276,27 @@ def test_what_was_compressed_and_is_torn_is_refused(tmp_path: Path, suffix: str)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_compressed_bytes_under_another_name_are_told_their_suffix(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(COMPRESS[suffix](as_jsonl(ROWS)))
+    refused(path, f"expected a name that ends in {suffix}")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ('{"a": 1}'.encode("utf-16"), "text in UTF-16, expected UTF-8"),
+        (b"\xfe\xff\x00a", "text in UTF-16, expected UTF-8"),
+        (b"PK\x03\x04rest", "a zip archive (or a spreadsheet)"),
+    ],
+)
+def test_bytes_that_are_no_text_are_named(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(data)
+    refused(path, words)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
 def test_members_that_stand_one_behind_another_are_one_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"t.jsonl{suffix.upper()}"
     path.write_bytes(b"".join(COMPRESS[suffix](as_jsonl([row])) for row in ROWS))

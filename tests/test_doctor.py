@@ -11,8 +11,8 @@ import pytest
 
 from llm_bench.doctor import CHECKS, STATEMENTS, Finding, examine, warnings
 from llm_bench.request import Request, Trace
-from llm_bench.trace import read
-from llm_bench.trace_report import document, markdown, text
+from llm_bench.trace import read, read_sheet
+from llm_bench.trace_report import document, figures, markdown, text
 from llm_bench.workload import describe
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -303,6 +303,26 @@ def test_a_stamp_that_would_be_a_date_in_another_unit_is_doubted(unit, scale):
     three = clean(3)._replace(facts=FACTS | {"unit": unit, "zero_s": 1.7e9 / scale, "rows": 3})
     assert any("1,700,000,000" in said and "in s. Give the unit" in said for said in warnings(three))
     assert warnings(three._replace(facts=FACTS | {"unit": unit, "zero_s": 1.7e9})) == []
+
+
+@pytest.mark.parametrize(("unit", "step"), [("s", 0.0005), ("ms", 5_000_000), ("s", 12), ("ms", 0.0005)])
+def test_a_unit_that_was_given_is_not_asked_about(tmp_path: Path, unit: str, step: float) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("at,in,out\n" + "".join(f"{1.7e9 + i * step:.7f},9,5\n" for i in range(30)))
+    assert not [finding for finding in examine(read_sheet(path, unit=unit)) if finding.kind == "unit"]
+    assert not [text for text in warnings(read(path, unit=unit)) if text.startswith("unit: ")]
+    if unit == "s" and step < 1:
+        assert [finding for finding in examine(read_sheet(path)) if finding.kind == "unit"]
+
+
+def test_a_trace_without_times_has_no_span() -> None:
+    lengths = read(SHARED / "traces/etalon_bwb_lengths_first2000.csv")
+    assert dict(figures(describe(lengths)))["span"] == "– (no row has a time)"
+
+
+def test_a_reading_of_turns_that_was_given_is_not_asked_about() -> None:
+    path = SHARED / "cases/26-multi-turn.jsonl"
+    assert not [finding for finding in examine(read(path, turns="new")) if finding.kind == "turns"]
 
 
 def test_whole_numbers_of_a_table_without_a_unit_may_be_ms(tmp_path: Path) -> None:

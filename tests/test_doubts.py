@@ -285,6 +285,26 @@ def test_planned_sharing_is_no_doubt() -> None:
     assert "cached prompts" not in found(requests(tokens_cached=98, session="a"))
 
 
+def test_a_cache_that_finds_more_than_the_plan_shares_was_warm() -> None:
+    def cached(tokens: int, shareable: list[list[float]], sent: int = 100) -> str:
+        head = {"plan": {"shares": True, "requests": 100, "shareable": shareable}}
+        return found(requests(sent, tokens_cached=tokens, head=head)).get("cached prompts", "")
+
+    assert not cached(49, [[50, 0.1], [100, 0.4]])  # 10 points are a template's and a count's
+    assert "took 51.0% of their tokens" in cached(51, [[50, 0.1], [100, 0.4]])
+    assert "of the plan's an endless cache can find 40.0%" in cached(51, [[50, 0.1], [100, 0.4]])
+    assert "can find 10.0%" in cached(51, [[25, 0.05], [50, 0.1], [100, 0.6]], sent=40)  # the rest was not sent
+    assert not cached(51, [[25, 0.5], [50, 0.1], [100, 0.1]], sent=40)  # where it stopped, more was shared
+
+
+def test_a_warm_cache_shows_before_the_window_too() -> None:
+    head = {"plan": {"shares": True, "shareable": [[100, 0.5]]}}
+    rows = [record(i, 100.0 * i, events=[100.0 * i + 50 + 20 * k for k in range(5)], asked_out=5) for i in range(100)]
+    for i, row in enumerate(rows):
+        rows[i] = replace(row, tokens_cached=0 if i < 40 else row.tokens_in)
+    assert "cached prompts" not in found(cell(rows, load=OPEN | {"warmup": 4.0}, **head))  # 60% of all, 100% of it
+
+
 def test_a_cached_chat_template_is_no_cached_prompt() -> None:
     head = {"probe": {"base_tokens": 30.0, "lengths_pinned": True}}
     assert "cached prompts" not in found(requests(tokens_cached=24, tokens_in=64, planned_in=64, head=head))

@@ -9,7 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from llm_bench.errors import BenchError
-from llm_bench.neighbours import Neighbour, class_of, parse, together
+from llm_bench.neighbours import Neighbour, parse, together
+from llm_bench.parts import class_of
 from llm_bench.request import Request, Trace
 
 BATCH = Neighbour("batch.jsonl", "batch")

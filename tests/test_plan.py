@@ -157,3 +157,27 @@ def test_a_loop_of_more_requests_than_fit_is_refused_or_ends_early(monkeypatch):
         plan.select(requests(3), Load(rate=50.0), count=None, duration_s=100.0, loop=True, alone_s=0.1)
     rows, _ = plan.select(requests(3), Load(concurrency=2), count=None, duration_s=100.0, loop=True, alone_s=0.1)
     assert len(rows) == 500  # of a closed loop it is an upper count anyway, and running out is a doubt
+
+
+def test_a_plan_says_what_an_endless_cache_can_find_of_its_first_requests():
+    def shared(*ids, **facts):
+        return Request(tokens_in=4 * len(ids) - 2, tokens_out=5, hash_ids=ids, block_size=4, **facts)
+
+    rows = [shared(1, 2), shared(1, 2), shared(1, 3, 4), shared(9)]  # of 6, 6, 10 and 2 tokens: 0, 6, 4 and 0 are known
+    facts = plan.sharing(rows, [""] * 4)
+    assert facts == {"shares": True, "sessions": False, "shareable": [[1, 0.0], [2, 6 / 12], [4, 10 / 24]]}
+    apart = plan.sharing(rows, ["lap 0", "lap 1", "lap 0", "lap 1"])  # only the third one meets a block of its lap
+    assert apart["shareable"] == [[1, 0.0], [2, 0.0], [4, 4 / 24]]
+
+
+def test_a_plan_knows_the_history_of_its_conversations():
+    turns = [Request(100, 50, session="a"), Request(190, 30, session="a", turn=1, tokens_new=40), Request(10, 5)]
+    assert plan.sharing(turns, [""] * 3) == {"shares": False, "sessions": True, "shareable": [[1, 0.0], [3, 150 / 300]]}
+
+
+def test_a_plan_says_nothing_of_what_given_texts_share_and_of_prompts_that_share_nothing():
+    assert plan.sharing([Request(10, 5, session="a"), Request(10, 5, prompt="text")], [""] * 2) == {
+        "shares": False,
+        "sessions": True,
+    }
+    assert plan.sharing(requests(2), [""] * 2) == {"shares": False, "sessions": False}

@@ -522,6 +522,28 @@ def test_gz_is_read_and_a_torn_one_refused(tmp_path: Path) -> None:
             read(path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 10**6 + "\n",
+        ",".join(f"c{i}" for i in range(10**5)) + "\n",
+        f'{{"{"k" * 10**6}": 1, "{"k" * 10**6}": 2}}\n',
+        json.dumps({f"k{i}": 1 for i in range(10**5)}) + "\n",
+        '{"timestamp": 1, "input_length": 5, "output_length": 6}\n' + json.dumps({f"k{i}": 1 for i in range(10**5)}),
+        ",".join(f"c{i}" for i in range(10**5)) + "\n1,2\n",
+    ],
+)
+@pytest.mark.parametrize("columns", [None, {"in": "nowhere"}, {"in": "c0"}, {"y" * 10**6: "c0"}])
+def test_a_refusal_is_a_sentence_however_long_a_line_or_its_names_are(
+    tmp_path: Path, text: str, columns: dict[str, str] | None
+) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(BenchError) as e:
+        read(path, map=columns)
+    assert len(str(e.value)) < len(str(path)) + 2_500
+
+
 # -- the project's cases and the public files -------------------------------------------------------------------------
 
 
@@ -534,6 +556,7 @@ def test_case_23_burstgpt_like() -> None:
     assert any("timestamp resolution 1 s; 4 rows share one instant" in note for note in trace.notes)
     assert trace.facts == {
         "unit": "s",
+        "given": [],
         "resolution_s": 1,
         "zero_s": 41,
         "instants": 3,
