@@ -24,6 +24,8 @@ from llm_bench.host import host
 from llm_bench.shapes import Shape
 
 ASIDE = "partial"  # folder in a run's: what a cell had measured before a resumed run measured it again
+BOOK_FILE = "run.json"
+PART = ".part"  # instead of its suffix: what is being written
 LOCK = ".lock"  # file in a run's folder: whoever measures holds it, and the kernel lets go of it at death
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that know none: a run goes on without
 DONE = ("exhausted", "duration", "overloaded")  # reasons of a cell that is not measured again
@@ -72,10 +74,11 @@ class Book:
         resume: bool = False,
     ) -> None:
         """Opens a new run, or one to be finished. Raises BenchError where the folder holds another, or none."""
-        self.path = folder / "run.json"
+        self.path = folder / BOOK_FILE
         resume = resume and self.path.exists()
         self._lock = _hold(folder, resume=resume)
         try:
+            resume = resume and not _unbegun(folder)  # nothing was measured that other work could be mixed with
             before = self._read() if resume else {}
             fresh = {"llm_bench_run": 1, "run_id": secrets.token_hex(4), "salt": secrets.token_hex(8)}
             self.facts: dict[str, Any] = fresh | before
@@ -187,7 +190,7 @@ class Book:
         self.save()
 
     def save(self) -> None:
-        part = self.path.with_suffix(".part")
+        part = self.path.with_suffix(PART)
         try:
             part.write_text(json.dumps(self.facts, indent=1, allow_nan=False) + "\n")
             part.replace(self.path)
@@ -268,18 +271,36 @@ def _hold(folder: Path, *, resume: bool) -> IO[str] | None:
         ) from None
     except OSError as e:
         file.close()
-        if e.errno in NO_LOCKS:
-            return None
-        raise BenchError(f"--out {folder}: {e.strerror}") from None
+        if e.errno not in NO_LOCKS:
+            raise BenchError(f"--out {folder}: {e.strerror}") from None
+        if not resume:
+            _check_empty(folder, held=False)
+        return None
     except BenchError:
         file.close()
         raise
     return file
 
 
-def _check_empty(folder: Path) -> None:
-    if any(path.name != LOCK for path in folder.iterdir()):
-        finish = ", or --resume to finish the run in it" if (folder / "run.json").exists() else ""
+def _check_empty(folder: Path, *, held: bool = True) -> None:
+    """`held`: nobody else measures into it. Else a run without a cell may be one that is about to begin."""
+    if any(path.name != LOCK for path in folder.iterdir()) and not (held and _unbegun(folder)):
+        finish = ", or --resume to finish the run in it" if (folder / BOOK_FILE).exists() else ""
         raise BenchError(
             f"--out {folder}: the folder is not empty, and nothing is overwritten; give a new name{finish}"
         )
+
+
+def _unbegun(folder: Path) -> bool:
+    """Is all that lies there what a run leaves that ended before its first cell (refused, or interrupted)?
+
+    The book itself, and the logs of servers that were started for it: the next run writes both anew.
+    """
+    book = folder / BOOK_FILE
+    try:
+        found = shapes.parse(book.read_bytes(), BOOK, str(book))
+    except (BenchError, OSError):
+        return False
+    ours = {LOCK, BOOK_FILE, book.with_suffix(PART).name, *(f"{target}.log" for target in found.get("targets") or [])}
+    begun = bool(found["cells"] or found.get("set_aside"))
+    return not begun and all(path.is_file() and path.name in ours for path in folder.iterdir())

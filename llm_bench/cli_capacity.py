@@ -54,12 +54,12 @@ def capacity(
     slo: SloText = "",
     deadlines: Deadlines = "",
     what_if: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Arithmetic alone, no run: 'tokens_per_second=18000 tokens_out=450 utilization=0.7 e2e=6s', with or "
             "without the quotes; also in_flight=64, resident_tokens=1200."
         ),
-    ] = "",
+    ] = None,
     target_rate: Annotated[
         float | None, typer.Option(help="Mean requests/s that the fleet is for, e.g. 28; needs an SLO, or --what-if.")
     ] = None,
@@ -95,7 +95,9 @@ def capacity(
     parameters: Annotated[
         float | None, typer.Option(help="Weights, e.g. 8.03e9; default: counted from the config.")
     ] = None,
-    weights_precision: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4.")] = "bf16",
+    weights_precision: Annotated[
+        str, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4; default: what the config says, else bf16.")
+    ] = "",
     weights_gib: Annotated[
         float | None, typer.Option(help="GiB of weights as loaded, all accelerators together, e.g. 15.")
     ] = None,
@@ -142,6 +144,8 @@ def capacity(
     agreed = objectives.parse(slo, deadlines)
     if not what_if and any("=" in text and not Path(text).exists() for text in runs or []):
         raise BenchError(f"{' '.join(runs or [])}: figures without a run stand after --what-if")
+    if what_if is not None and not what_if.strip():
+        raise BenchError("--what-if '': expected figures such as tokens_per_second=18000 tokens_out=450")
     twice = [run for run in runs or [] if (runs or []).count(run) > 1]
     if twice and not what_if:
         raise BenchError(f"{twice[0]}: given twice; expected each run once")
@@ -240,13 +244,14 @@ def _hardware(params: Mapping[str, Any]) -> "Hardware | None":
     if device is None and params["memory_gib"] is None:
         raise BenchError("--model-config without memory: give --accelerator, or --memory-gib of one")
     kv_bytes = _of_table(params["kv_dtype"], kv_cache.KV_BYTES, "--kv-dtype")
-    weight_bytes = _of_table(params["weights_precision"], kv_cache.WEIGHT_BYTES, "--weights-precision")
     config, where = read_config(params["model_config"]) if params["model_config"] else ({}, "--kv-bytes")
+    precision = params["weights_precision"] or kv_cache.stored_in(config) or "bf16"
+    weight_bytes = _of_table(precision, kv_cache.WEIGHT_BYTES, "--weights-precision")
     shape = kv_cache.shape_of(config, where) if params["kv_bytes"] is None else None
     count, gib = params["count"], kv_cache.GIB
     each = params["memory_gib"] * gib if params["memory_gib"] is not None else device.memory_bytes if device else 0.0
     source = "--memory-gib" if params["memory_gib"] is not None or device is None else f"{device.name}, {device.source}"
-    weights, text = _weights(params, config, where, weight_bytes)
+    weights, text = _weights(params, config, where, precision, weight_bytes)
     memory = kv_cache.Memory(count * each, params["memory_fraction"], weights, count * params["workspace_gib"] * gib)
     copies = params["kv_copies"]
     if copies is None:
@@ -266,12 +271,13 @@ def _hardware(params: Mapping[str, Any]) -> "Hardware | None":
     )
 
 
-def _weights(params: Mapping[str, Any], config: Mapping[str, Any], where: str, each: float) -> tuple[float, str]:
+def _weights(
+    params: Mapping[str, Any], config: Mapping[str, Any], where: str, precision: str, each: float
+) -> tuple[float, str]:
     from llm_bench import kv_cache
 
     if params["weights_gib"] is not None:
         return params["weights_gib"] * kv_cache.GIB, "--weights-gib"
-    precision = params["weights_precision"]
     if params["parameters"] is not None:
         return params["parameters"] * each, f"{params['parameters']:,.0f} parameters as given, {precision}"
     if not config:

@@ -11,6 +11,7 @@ import numpy as np
 
 from llm_bench.decompose import IN_ANSWERS, STAMPS, account
 from llm_bench.diagnose_client import client_limited, network_limited
+from llm_bench.diagnose_failures import failed_requests
 from llm_bench.diagnose_memory import kv_full, memory_bandwidth, out_of_memory, preemptions
 from llm_bench.diagnose_queue import arrival_bursts, long_prefills, overload, small_batches
 from llm_bench.diagnose_replicas import hot_replica, needs_replicas
@@ -150,6 +151,7 @@ def _explained(case: Case) -> bool:
 
 
 RULES: dict[str, Rule] = {
+    "failed requests": Rule(failed_requests),  # first: where it finds some, all others speak of those that were left
     "client limited": Rule(client_limited),
     "network limited": Rule(network_limited, _needs_ok),
     "overload": Rule(overload, _needs_open),

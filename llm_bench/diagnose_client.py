@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from llm_bench import windows
-from llm_bench.client import BUSY, CLIENT_CHECKS, CLIENT_LIMITED, LATE, LIMITED, MAX_CPU_SHARE, STALLED
+from llm_bench.client import BUSY, CLIENT_CHECKS, CLIENT_LIMITED, LATE, LIMITED, MAX_CPU_SHARE, MIN_STALL_MS, STALLED
 from llm_bench.evidence import Case, Finding
 from llm_bench.facts import Facts
+from llm_bench.series import NOTHING, SERIES
 
 HELD_BACK, LARGE = 0.05, 0.2  # of e2e (or the window), from which the client held a cell back at all, and much
 RTT_SHARE, RTT_MS = 0.25, 5.0  # of the median TTFT
@@ -42,11 +43,13 @@ def _lag_size(case: Case) -> float:
 
 
 def _stall_size(case: Case) -> float:
-    """Of the window, the stalls of all workers after each other."""
+    """Of the window, by the stalls that the doubt is about: shorter ones than a gap between tokens held up nothing."""
     stalls = case.end.get("loop_stalls")
-    spans = [(at, at + ms * 1e6) for at, ms in stalls] if isinstance(stalls, list) else []
+    least_ms = max(MIN_STALL_MS, case.metric("itl_p50") or 0.0)
+    spans = [(at, at + ms * 1e6) for at, ms in stalls if ms > least_ms] if isinstance(stalls, list) else []
     begun, ended = np.array(spans, np.float64).reshape(-1, 2).T.astype(np.int64)
-    return windows.overlap_s(begun, ended, case.window) / case.window.seconds
+    at_ns, level = windows.steps(begun, ended)  # of several workers at once they count once
+    return windows.integral_s(at_ns, np.minimum(level, 1), case.window) / case.window.seconds
 
 
 def _busy_size(case: Case) -> float:
@@ -68,8 +71,22 @@ _SIZES: Mapping[str, Callable[[Case], float]] = {
 }
 
 
-def network_limited(case: Case) -> Finding | None:
+def _round_trip_ms(case: Case) -> float | None:
+    """The probe's, or less where that leaves a request too little: it was taken in user space, on a busy machine late.
+
+    Each first token has gone the way there and back, beside what the server accounts for: none has had less for it.
+    """
     rtt_ms = (case.cell.header.get("probe") or {}).get("rtt_ms")
+    if not rtt_ms:
+        return None
+    known = SERIES["ttft_sent"].of(case.cell, NOTHING).values
+    at_server = np.nan_to_num(case.cell["server_queue_ms"]) + np.nan_to_num(case.cell["server_prefill_ms"])
+    left = (known - at_server)[case.ok & ~np.isnan(known)]
+    return float(min(rtt_ms, left.min(initial=np.inf)))
+
+
+def network_limited(case: Case) -> Finding | None:
+    rtt_ms = _round_trip_ms(case)
     ttft = case.values("ttft_sent")
     mbit = case.metric("payload_mbit_per_second")
     share = case.metric("payload_share")

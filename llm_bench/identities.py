@@ -101,6 +101,9 @@ class Little(NamedTuple):
 def little(cell: Cell, window: Window) -> Little:
     """A driver counts a request from handing it over until it hears of the end, its record from the last byte sent to
     the last read: a gauge between both readings of the records agrees with them.
+
+    One that never left (refused, or cut in its connect) has no last byte sent: it was handed over at some moment from
+    when it might have left to its end, so that all of its stay is between the two readings, and none is owed.
     """
     tried = windows.attempted(cell)
     sent, end = windows.left_ns(cell)[tried], cell["end_ns"][tried]
@@ -110,12 +113,14 @@ def little(cell: Cell, window: Window) -> Little:
     rate, records = int(mine.sum()) / window.seconds, low / window.seconds
     if not len(cell.gauge):
         return Little(rate, stay_s, records, None, 0.0, True)
+    left = cell["sent_ns"][tried] > 0
+    owed = windows.overlap_s(sent[left], end[left], window)
     ready = np.where(cell["ready_ns"][tried] > 0, np.minimum(cell["ready_ns"][tried], sent), sent)
     gauge, high = (
         windows.integral_s(cell.gauge[:, 0], cell.gauge[:, 1], window),
         windows.overlap_s(ready, end + HEARD_NS, window),
     )
-    agrees = low * (1 - LITTLE_TOLERANCE) <= gauge <= high * (1 + LITTLE_TOLERANCE)
+    agrees = owed * (1 - LITTLE_TOLERANCE) <= gauge <= high * (1 + LITTLE_TOLERANCE)
     mismatch = (gauge - low) / max(gauge, low) if max(gauge, low) else 0.0
     return Little(rate, stay_s, records, gauge / window.seconds, mismatch, agrees)
 

@@ -231,6 +231,27 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) and "num_hidden_layers" not in config else config
 
 
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_BITS = {8: "int8", 4: "int4"}
+
+
+def stored_in(config: Mapping[str, Any]) -> str | None:
+    """The row of WEIGHT_BYTES that a config.json says its weights are kept in; None where it does not, or in another.
+
+    Its quantization_config stands above its dtype, which is that of what is computed. Layers left out of a quantisation
+    (embeddings, often the output) are larger: --weights-gib is the truth.
+    """
+    quantised = config.get("quantization_config") or _text_part(config).get("quantization_config")
+    if isinstance(quantised, Mapping):
+        if quantised.get("quant_method") == "fp8":
+            return "fp8"
+        loads = next((bits for bits in _BITS if quantised.get(f"load_in_{bits}bit") is True), None)
+        bits = quantised.get("bits", loads)
+        return _BITS.get(bits) if isinstance(bits, int) else None
+    of = _text_part(config)
+    return _DTYPES.get(str(of.get("dtype") or of.get("torch_dtype") or config.get("torch_dtype")))
+
+
 def _count(config: Mapping[str, Any], names: tuple[str, ...], where: str, least: int = 1) -> int:
     for name in names:
         value = config.get(name)
@@ -273,7 +294,8 @@ def parameters_of(config: Mapping[str, Any], where: str = "config.json") -> int:
     if family is None or config.get("attention_bias") or config.get("mlp_bias"):
         raise BenchError(
             f"{where}: weights of model_type {config.get('model_type')!r} are not counted here (known: "
-            f"{', '.join(_FAMILIES)}, without attention_bias or mlp_bias). Give --parameters, e.g. 8.03e9"
+            f"{', '.join(_FAMILIES)}, without attention_bias or mlp_bias). Give --parameters, e.g. 8.03e9, or "
+            "--weights-gib"
         )
     hidden, layers = _count(config, ("hidden_size",), where), _count(config, ("num_hidden_layers",), where)
     queries, vocabulary = _count(config, ("num_attention_heads",), where), _count(config, ("vocab_size",), where)

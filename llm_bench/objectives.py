@@ -190,7 +190,8 @@ def _implied(limits: Sequence[Limit]) -> tuple[float, float] | None:
 def judge(cell: Cell, window: Window, agreed: Slo, *, client_limited: bool = False) -> list[Judged]:
     """Each limit of the SLO against one cell.
 
-    `client_limited`: latencies are upper bounds and throughput a lower one, so that no limit can be called missed.
+    `client_limited`: latencies are upper bounds and throughput a lower one: a limit can be called missed only by
+    failures that are not this client's doing.
     """
     alone = (cell.header.get("load") or {}).get("class_alone") or ""  # the limits of other classes say nothing of it
     mine = (limit for limit in agreed.limits if not alone or limit.of_class in ("", alone))
@@ -322,9 +323,35 @@ def _reserve(found: Judged, cell: Cell, window: Window, client_limited: bool) ->
         reserve = "the window is too short" if window.opened else "the window never opened"
     elif window.state == windows.GROWING and found.verdict == "MET":
         reserve = f"the backlog grows by {window.growth:.3g}/s: a longer run would be slower"
-    elif client_limited and found.verdict == "MISSED":
+    elif client_limited and found.verdict == "MISSED" and not _failed_by_target(found.limit, cell, window):
         which = "latency" if better == "lower" else "throughput"
         reserve = f"this client was the limit, so that the target's own {which} may be better"
     if not reserve or found.verdict == "UNDECIDED":
         return found._replace(why=f"{found.why}; {reserve}" if reserve else found.why)
     return found._replace(verdict="UNDECIDED", why=f"{reserve} (else {found.verdict}: {found.why})")
+
+
+# Failures that a late or stalled client has no part in: the target's own word, or nobody who listens. Time-outs run in
+# this client's time, and a stream may be cut off for being read too slowly.
+_OWN_WORD = ("connect_error", "http_4xx", "empty_output", "short_output")
+_OVERLOADED = ("rejected", "http_5xx", "server_error_in_stream")  # may come of heaps, as a late open loop sends them
+
+
+def _failed_by_target(limit: Limit, cell: Cell, window: Window) -> bool:
+    """Do failures that are not this client's doing miss a limit by themselves, all others taken for good?
+
+    Its lateness takes none of them away and adds none: a lower bound of the share that failed. A closed loop never has
+    more at the target than was asked for, however late; so there refusals and errors under load count too.
+    """
+    if limit.share is None and limit.metric.name != "error_rate":
+        return False
+    closed = (cell.header.get("load") or {}).get("kind") == "closed"
+    kinds = _OWN_WORD + _OVERLOADED if closed else _OWN_WORD
+    judged = due_in(cell, window) & outcome_in(cell, "ok", "failed", *(("dropped",) if limit.share else ()))
+    failed = (outcome_in(cell, "failed") & cell.among("error_kind", *kinds))[judged]
+    if not failed.any():
+        return False
+    share = float(failed.mean())
+    ess = stats.ess_of(failed, share * (1 - share)) if share < 1 else float(len(failed))
+    allowed = limit.value if limit.share is None else 1 - limit.share
+    return stats.wilson(share * ess, ess).low > allowed

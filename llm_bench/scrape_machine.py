@@ -4,9 +4,10 @@ NVML by nvidia-ml-py (`gpu` extra); not tried on a real GPU yet.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from llm_bench.errors import BenchError
 from llm_bench.server_metrics import Values
@@ -77,27 +78,62 @@ def gpu_reader() -> Callable[[], Values]:
         raise BenchError("--gpu needs nvidia-ml-py: in the project's folder, pip install '.[gpu]'") from None
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        handles = list(_handles(pynvml))
     except pynvml.NVMLError as e:
         raise BenchError(f"--gpu: NVML: {e}; expected an NVIDIA driver on this machine") from None
     if not handles:
-        raise BenchError("--gpu: NVML finds no GPU on this machine")
+        raise BenchError("--gpu: NVML finds no GPU on this machine that this user may read")
 
     def read() -> Values:
-        found: Values = {}
-        for number, handle in enumerate(handles):
-            labels = f'{{gpu="{number}"}}'
-            try:
-                busy, memory = pynvml.nvmlDeviceGetUtilizationRates(handle), pynvml.nvmlDeviceGetMemoryInfo(handle)
-                found[f"nvml:busy{labels}"] = busy.gpu / 100
-                found[f"nvml:memory_busy{labels}"] = busy.memory / 100
-                found[f"nvml:memory_used{labels}"] = memory.used / memory.total
-                with suppress(pynvml.NVMLError):
-                    found[f"nvml:power_w{labels}"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-                with suppress(pynvml.NVMLError):  # GPUs before Volta do not count it
-                    found[f"nvml:energy_j{labels}"] = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-            except pynvml.NVMLError as e:
-                raise ValueError(f"NVML: {e}") from None
-        return found
+        found = {number: _gpu(pynvml, number, handle) for number, handle in handles}
+        for metric in OF_ALL:  # the energy of some GPUs would pass for that of all
+            if any(metric not in of for of in found.values()):
+                for of in found.values():
+                    of.pop(metric, None)
+        if not any(found.values()):
+            raise ValueError(f"NVML: its {len(found)} GPUs tell nothing of what is read here")
+        return {f'{metric}{{gpu="{number}"}}': value for number, of in found.items() for metric, value in of.items()}
 
     return read
+
+
+def _handles(pynvml: Any) -> Iterator[tuple[int, Any]]:
+    """(number, handle) of every GPU that this user may read: NVML counts those of others too."""
+    for number in range(pynvml.nvmlDeviceGetCount()):
+        with suppress(pynvml.NVMLError_NoPermission):
+            yield number, pynvml.nvmlDeviceGetHandleByIndex(number)
+
+
+def _gpu(pynvml: Any, number: int, handle: Any) -> Values:
+    """A GPU's figures, as far as it has them. Raises ValueError where it fails, as one that fell off the bus does."""
+    found: Values = {}
+    for figures in _FIGURES:
+        try:
+            found |= figures(pynvml, handle)
+        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
+            pass  # this one is not to be had: no use under MIG, no energy before Volta
+        except pynvml.NVMLError as e:
+            raise ValueError(f"NVML: GPU {number}: {e}") from None
+    return found
+
+
+def _use(pynvml: Any, handle: Any) -> Values:
+    use = pynvml.nvmlDeviceGetUtilizationRates(handle)
+    return {"nvml:busy": use.gpu / 100, "nvml:memory_busy": use.memory / 100}
+
+
+def _memory(pynvml: Any, handle: Any) -> Values:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return {"nvml:memory_used": memory.used / memory.total}
+
+
+def _power(pynvml: Any, handle: Any) -> Values:
+    return {"nvml:power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3}
+
+
+def _energy(pynvml: Any, handle: Any) -> Values:
+    return {"nvml:energy_j": pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3}
+
+
+_FIGURES: tuple[Callable[[Any, Any], Values], ...] = (_use, _memory, _power, _energy)
+OF_ALL = ("nvml:power_w", "nvml:energy_j")  # sums over GPUs: said where every one of them has it

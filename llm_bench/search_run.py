@@ -77,8 +77,13 @@ def find(job: Job, options: Options, asked: Search, say: Say, live: Say) -> tupl
         book = stack.enter_context(closing(Book(options.out, facts, private, resume=job.resume)))
         ready = [run.begin(t, options, rows, exact.get(t.name), say, stack) for t in job.targets]
         book.begin({arm.target.name: run.deciding(arm.found) for arm in ready})
-        for arm in ready:
-            result, ended = _Searched(job, options, asked, arm, book).run(say, live)
+        searched = [_Searched(job, options, asked, arm, book) for arm in ready]
+        for (
+            target
+        ) in searched:  # all before the first cell: of what was found nothing is lost to the next one's refusal
+            target.check_begun()
+        for target in searched:
+            result, ended = target.run(say, live)
             results.append(result)
             if ended != Ended():
                 return results, ended
@@ -97,6 +102,17 @@ class _Searched:
         cells.sort(key=lambda c: int(c["end"].get("place", 0)))
         self.seen = [self._said(c["name"], c["end"]) for c in cells]
 
+    def check_begun(self) -> None:
+        """Raises BenchError where nothing was measured yet and the budget is too small for a first cell."""
+        step = search.step(self.plan, self.seen, self._spent_s())
+        if isinstance(step, Answer) and not self.seen and step.asks:
+            first = step.asks[0]
+            raise BenchError(
+                f"{self._arm.target.name}: --budget {self.plan.budget_s:g} s: the first cell, {first.requests:,} "
+                f"requests at {self.plan.label(first.load)}, would take about {first.seconds:.0f} s; give more, or "
+                "another --start"
+            )
+
     def run(self, say: Say, live: Say) -> tuple[Result, Ended]:
         name = self._arm.target.name
         if self.seen:
@@ -104,7 +120,6 @@ class _Searched:
         while True:
             step = search.step(self.plan, self.seen, self._spent_s())
             if isinstance(step, Answer):
-                self._check_begun(step)
                 return Result(name, self.plan, step), Ended()
             try:
                 ended = self._measure(step, say, live)
@@ -206,14 +221,6 @@ class _Searched:
 
     def _answer(self, end: search.End = "undecided") -> Answer:
         return search.summary(self.plan, search.points(self.plan, self.seen), self._spent_s(), end)
-
-    def _check_begun(self, answer: Answer) -> None:
-        if not self.seen and answer.asks:
-            first = answer.asks[0]
-            raise BenchError(
-                f"--budget {self.plan.budget_s:g} s: the first cell, {first.requests:,} requests at "
-                f"{self.plan.label(first.load)}, would take about {first.seconds:.0f} s; give more, or another --start"
-            )
 
 
 def _plan(asked: Search, alone_s: float) -> Plan:

@@ -1,5 +1,7 @@
 """run.json: one run at a time holds a folder, and a run is finished only with the work it was begun with."""
 
+import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -79,6 +81,85 @@ def test_a_refused_folder_is_left_as_it_was_and_free(tmp_path):
     for _ in range(2):
         with pytest.raises(BenchError, match="--resume to finish"):
             Book(folder, ASKED)
+
+
+def _refused(folder: Path) -> Path:
+    """What a run of a started target leaves that was refused after its book was opened."""
+    Book(folder, ASKED, PRIVATE).close()
+    (folder / "t.log").write_text("listening")
+    (folder / "run.part").touch()
+    return folder
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_ended_before_its_first_cell_leaves_a_folder_that_can_be_used(tmp_path, resume):
+    before = json.loads((_refused(tmp_path) / "run.json").read_text())["run_id"]
+    for seed in (1, 2):  # refused again and again, with other work each time
+        Book(tmp_path, ASKED | {"settings": {"seed": seed}}, resume=resume).close()
+    with closing(Book(tmp_path, ASKED, PRIVATE, resume=resume)) as run:
+        run.begin(PROBED)
+        run.begin_cell(NAME, {"target": "t", "load": {}})
+    assert run.run_id != before
+    with pytest.raises(BenchError, match="the folder is not empty"):  # now there is something to lose
+        Book(tmp_path, ASKED)
+
+
+@pytest.mark.parametrize("file", ["mine.txt", "000-t-c=1.arrow", "other.log"])
+def test_a_file_beside_a_run_without_a_cell_is_not_ours_to_write_around(tmp_path, file):
+    (_refused(tmp_path) / file).touch()
+    with pytest.raises(BenchError, match="the folder is not empty"):
+        Book(tmp_path, ASKED)
+
+
+def test_what_was_set_aside_is_something_to_lose(tmp_path):
+    facts = json.loads((_refused(tmp_path) / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"set_aside": [{"name": NAME}]}))
+    with pytest.raises(BenchError, match="the folder is not empty"):
+        Book(tmp_path, ASKED)
+
+
+def test_without_locks_nothing_that_another_may_be_about_to_measure_is_overwritten(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    _written(tmp_path / "done")
+    for folder in (_refused(tmp_path / "begun"), tmp_path / "done"):
+        with pytest.raises(BenchError, match="the folder is not empty"):
+            Book(folder, ASKED)
+    Book(tmp_path / "done", ASKED, PRIVATE, resume=True).close()
+
+
+REFUSALS = {  # what is refused only once a target has been asked: arguments, and what is said
+    "a context that no request fits": (["run", "--concurrency", "1", "--max-model-len", "5"], "context"),
+    "a budget that is too small": (
+        ["search", "--slo", "e2e_p95<1s", "--by", "rate", "--budget", "1s", "--requests", "10000"],
+        "--budget",
+    ),
+    "nobody there": (["run", "--concurrency", "1", "--ready-timeout", "0.2"], "is not ready"),
+    "no candidate there": (
+        ["canary", "--rule", "e2e_p50<=+5%", "--concurrency", "1", "--ready-timeout", "0.2", "--candidate", "b=NOBODY"],
+        "target b: http://127.0.0.1:1/v1 is not ready",
+    ),
+}
+NOBODY = "http://127.0.0.1:1/v1"
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_whatever_is_refused_before_the_first_cell_the_same_command_mended_goes_into_the_same_folder(tmp_path, kind):
+    arguments, said = REFUSALS[kind]
+    trace, out = trace_file(tmp_path, rows(30)), tmp_path / "run"
+    with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+        url, asks = NOBODY if kind == "nobody there" else server.url, "--base" if "canary" in arguments else "--targets"
+        arguments = [argument.replace("NOBODY", NOBODY) for argument in arguments]
+        whole = command(*arguments, asks, f"t={url}", "--trace", trace, "--out", out)
+        for _ in range(2):
+            done = subprocess.run(whole, capture_output=True, text=True, env=environment(), check=False)
+            assert done.returncode in (2, 4), done.stderr
+            assert said in done.stderr.splitlines()[-1]
+            assert "not empty" not in done.stderr
+        ran = bench(server.url, tmp_path, trace, "--concurrency", "1")
+    assert ran.rc == 0, ran.err
 
 
 def test_a_second_run_into_the_folder_of_one_that_measures_is_refused(tmp_path):

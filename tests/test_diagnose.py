@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from llm_bench import diagnose_report, results, scrape, targets, windows
 from llm_bench.columns import Cell
 from llm_bench.diagnose import CAUSES, RULES, Diagnosis, diagnose
+from llm_bench.diagnose_failures import CHECKS
 from llm_bench.diagnose_server import cache
 from llm_bench.evidence import Case, flushes, related
 from llm_bench.server_metrics import Figure, Figures
@@ -21,6 +22,10 @@ from tests.bench import command, environment, rows, trace_file
 from tests.sample import START_NS, cell, closed_loop, header, ns, record
 
 OPEN = {"kind": "open", "rate": 10.0, "warmup": 0.0}
+FAILURES = (  # of METRICS.md, Outcomes
+    "empty_output short_output truncated_stream server_error_in_stream http_4xx http_5xx rejected connect_error "
+    "connect_timeout ttft_timeout stall_timeout total_timeout protocol_error"
+).split()
 SERVER = {"server_queue_ms": 5.0, "server_prefill_ms": 40.0, "server_decode_ms": 80.0}
 
 
@@ -64,8 +69,13 @@ def late_client() -> Case:
     return case(cell(rows_, load=OPEN))
 
 
+PROBED_SLOWLY = header()["probe"] | {"rtt_ms": 30.0}
+
+
 def far_away() -> Case:
-    return case(healthy(probe=header()["probe"] | {"rtt_ms": 30.0}))
+    """35 ms of a TTFT of 50 are not the server's."""
+    said = SERVER | {"server_prefill_ms": 10.0}
+    return case(cell([stream(i, 100 * i, **said) for i in range(100)], load=OPEN, probe=PROBED_SLOWLY))
 
 
 def backlog() -> Case:
@@ -89,6 +99,17 @@ def few_large() -> Case:
 def storm() -> Case:
     rows_ = [stream(i, 100 * i, tokens_in=100 + 10 * i) for i in range(100)]
     return case(cell(rows_, load=OPEN), {"preemptions": 30.0, "kv_usage": (0.8, 1.0)})
+
+
+def refused() -> Case:
+    """A third fails, some by kind and status, evenly all through it."""
+    kinds = [{"error_kind": "rejected", "status": 429, "error": "HTTP 429: \x1b[31mslow down"}] * 2
+    kinds += [{"error_kind": "connect_error", "status": 0, "error": "refused"}]
+    rows_ = [
+        record(i, 100 * i, outcome="failed", **kinds[i // 3 % 3]) if i % 3 == 0 else stream(i, 100 * i)
+        for i in range(90)
+    ]
+    return case(cell(rows_, load=OPEN))
 
 
 def memory_gone() -> Case:
@@ -186,6 +207,7 @@ def hot() -> Case:
 
 
 TROUBLE: dict[str, tuple[Callable[[], Case], str]] = {
+    "failed requests": (refused, "30 of 90 requests due in the window failed (33.3%): rejected 429 x20 (67% of them)"),
     "client limited": (late_client, "p99 of its delay is 40.00 ms"),
     "network limited": (far_away, "a round trip takes 30.0 ms, 60% of the median TTFT of 50.0 ms"),
     "overload": (backlog, "the backlog grows by"),
@@ -249,6 +271,16 @@ def test_a_client_that_stood_still_for_a_moment_or_for_long() -> None:
     assert diagnose(of_lag(0.0, client_cpu_share=0.95)).findings["client limited"].sure == "sure"
 
 
+def test_stalls_shorter_than_a_gap_between_tokens_are_no_limit_however_many() -> None:
+    window = of_lag(0.0).window
+    short = [(window.start_ns + k * 200_000_000, 50.0) for k in range(200)]  # a quarter of the time
+    long = [(window.start_ns + k * 4_000_000_000, 250.0) for k in range(10)]  # a twentieth
+    assert kinds(of_lag(0.0, gap=200.0, loop_stalls=[*short, *long[:1]])) == []
+    some = diagnose(of_lag(0.0, gap=200.0, loop_stalls=[*short, *long])).findings["client limited"]
+    assert some.sure == "possible"
+    assert diagnose(of_lag(0.0, gap=20.0, loop_stalls=short)).findings["client limited"].sure == "sure"
+
+
 def test_what_was_not_judged_explains_no_queue_away() -> None:
     blind = diagnose(queue()).findings["queueing"].check
     assert "rerun with --metrics-url auto" in blind
@@ -270,6 +302,16 @@ def repeated(tmp_path: Path, *made: Cell) -> tuple[results.Run, list[diagnose_re
     ]
     run_ = results.Run(tmp_path, {}, cells, [])
     return run_, diagnose_report.diagnosed(run_)
+
+
+def test_a_round_trip_is_no_longer_than_what_the_server_leaves_of_any_first_token() -> None:
+    # The probe met a busy machine: 45 of 50 ms are the server's own, and 5 ms were enough for there and back.
+    assert "network limited" not in kinds(case(healthy(probe=PROBED_SLOWLY)))
+    # Of a server that says nothing of itself each first token bounds it, the fastest the most.
+    rows_ = [stream(i, 100 * i, 4.0 if i == 50 else 50.0) for i in range(100)]
+    assert "network limited" not in kinds(case(cell(rows_, load=OPEN, probe=PROBED_SLOWLY)))
+    rows_[50] = stream(50, 5000, 31.0)
+    assert kinds(case(cell(rows_, load=OPEN, probe=PROBED_SLOWLY))) == ["network limited"]
 
 
 def test_repeats_of_a_cell_are_told_together(tmp_path: Path) -> None:
@@ -296,7 +338,7 @@ def test_healthy_repeats_say_once_that_nothing_was_found(tmp_path: Path) -> None
 def test_each_cause_is_named_and_no_other(kind: str) -> None:
     make, said = TROUBLE[kind]
     found = diagnose(make()).findings
-    assert list(found) == [kind]
+    assert list(found) == (["failed requests", kind] if kind == "out of memory" else [kind])  # whose sign failures are
     assert said in found[kind].seen
     assert found[kind].check
     assert found[kind].sources
@@ -351,8 +393,51 @@ def test_without_a_scrape_what_needs_one_is_not_judged() -> None:
 def test_a_cell_without_an_ok_request_is_judged_by_what_there_is() -> None:
     failed = cell([record(i, 100 * i, outcome="failed", error="HTTP 500: x") for i in range(50)], load=OPEN)
     found = diagnose(case(failed))
-    assert found.findings == {}
+    (finding,) = found.findings.values()
+    assert finding.seen == (
+        "50 of 50 requests due in the window failed (100.0%): http_5xx 503 x50, first: HTTP 500: x; most of them were "
+        "due from 0.5 to 4.4 s of a window of 4.9 s, where 100% failed; none was answered: there is no latency, and no "
+        "other cause can be looked for in it"
+    )
+    assert finding.check == "http_5xx: the server's log at that time"
     assert found.unjudged["queueing"] == "no ok request in the window"
+
+
+def test_failures_are_told_first_with_their_kinds_their_time_and_what_is_left() -> None:
+    found = diagnose(refused()).findings["failed requests"]
+    assert "connect_error 10 (33% of them), first: refused; most of them were due from" in found.seen
+    assert "\x1b" not in found.seen
+    assert "every latency here is of the 60 that were answered" in found.seen
+    assert found.check.startswith("rejected: the limit that refuses")
+    assert "; connect_error: whether the server listens" in found.check
+    burst = [
+        record(i, 100 * i, outcome="failed") if 40 <= i < 50 or i == 80 else stream(i, 100 * i) for i in range(100)
+    ]
+    late = diagnose(case(cell(burst, load=OPEN))).findings["failed requests"]
+    assert "11 of 100" in late.seen
+    assert "most of them were due from 4.1 to 4.9 s of a window of 9.9 s, where 100% failed" in late.seen
+
+
+def test_one_failure_in_a_thousand_holds_nothing_back() -> None:
+    rows_ = [stream(i, 20 * i) if i else record(i, 0, outcome="failed") for i in range(1000)]
+    assert kinds(case(cell(rows_, load=OPEN))) == []
+
+
+def test_failures_of_a_cell_whose_window_has_none_that_ended_are_told_of_the_whole(tmp_path: Path) -> None:
+    failed = cell([record(i, 10 * i, outcome="failed") for i in range(20)], load=OPEN)
+    after = windows.Window(ns(5000), ns(6000), 0, 0, "")
+    of = case(failed, window=after)
+    assert (
+        "20 of 20 requests of the whole cell (none was due in a window) failed"
+        in diagnose(of).findings["failed requests"].seen
+    )
+    shown = diagnose_report.text(*repeated(tmp_path, failed))
+    assert shown.index("FAILED REQUESTS (sure)") < shown.index("not judged")
+
+
+@pytest.mark.parametrize("kind", sorted(FAILURES))
+def test_every_kind_of_failure_has_something_to_look_at(kind: str) -> None:
+    assert kind in CHECKS
 
 
 def test_flushes_by_hand() -> None:
@@ -413,7 +498,9 @@ def test_a_run_without_a_scrape_that_tells_is_judged_by_its_records(
     assert said in of.scraped[0]
     assert of.diagnosis.findings == {}
     assert "small batches" in of.diagnosis.unjudged
-    assert "nothing found; looked for: client limited" in diagnose_report.text(results.Run(tmp_path, {}, [], []), [of])
+    assert "nothing found; looked for: failed requests, client limited" in diagnose_report.text(
+        results.Run(tmp_path, {}, [], []), [of]
+    )
 
 
 def found_in(measured: results.Run) -> Diagnosis:
@@ -466,7 +553,8 @@ def test_a_small_kv_memory_is_named_by_its_preemptions(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_long_prompts_computed_in_one_step_are_named(tmp_path: Path) -> None:
-    mixed = [row for k in range(36) for row in rows(1, 2000 if k % 8 == 7 else 40, 24)]
+    # 12,000 tokens take some hundred ms: with 2,000 a stop was hardly longer than gaps on a machine with other work.
+    mixed = [row for k in range(36) for row in rows(1, 12_000 if k % 8 == 7 else 40, 24)]
     engine = "--model sim:7b-h100 --no-chunked-prefill --max-num-batched-tokens 16384"
     found = found_in(run(tmp_path, engine, mixed, 4)[0])
     assert ours(found) == {"long prefills"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_bench import accelerators
+from llm_bench import accelerators, kv_cache
 from llm_bench.errors import BenchError
 from llm_bench.kv_cache import (
     GIB,
@@ -239,3 +239,21 @@ def test_an_accelerator_is_found_in_any_case_and_a_strange_one_is_refused():
         accelerators.find("H1000")
     with pytest.raises(BenchError, match="--memory-gib"):
         accelerators.find("abacus")
+
+
+@pytest.mark.parametrize(("config", "stored"), [
+    ({}, None),
+    ({"torch_dtype": "float32"}, "fp32"),
+    ({"dtype": "bfloat16"}, "bf16"),
+    ({"text_config": {"torch_dtype": "float16", "num_hidden_layers": 2}}, "fp16"),
+    ({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "fp8"),  # DeepSeek-V3
+    ({"torch_dtype": "float16", "quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
+    ({"torch_dtype": "float16", "quantization_config": {"quant_method": "gptq", "bits": 8}}, "int8"),
+    ({"torch_dtype": "float16", "quantization_config": {"quant_method": "gptq", "bits": 3}}, None),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}}, "int4"),
+    ({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "compressed-tensors"}}, None),
+    ({"torch_dtype": ["bfloat16"], "quantization_config": "none"}, None),
+    ({"quantization_config": {"bits": [4], "quant_method": {}}}, None),
+])  # fmt: skip
+def test_what_a_config_says_that_its_weights_are_kept_in(config, stored):
+    assert kv_cache.stored_in(config) == stored

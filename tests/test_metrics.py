@@ -196,6 +196,22 @@ def test_a_gauge_that_counts_from_the_hand_over_is_no_broken_identity() -> None:
     assert identities.identities(cell(rows, gauge), windows.whole(cell(rows))) == []
 
 
+@pytest.mark.parametrize("served", [0, 5])
+def test_refused_connects_have_no_stay_that_the_gauge_could_miss(served: int) -> None:
+    # Due and free to leave at once, handed over 3 ms later by a busy loop, refused within 1 ms; some others answered.
+    refused = {"outcome": "failed", "error_kind": "connect_error", "sent": 0.0, "sent_ns": 0}
+    rows = [record(i, 100 * i, ready_ns=ns(100 * i), end=100 * i + 4, **refused) for i in range(50)]
+    rows[:served] = [record(i, 100 * i, events=[100 * i + 90]) for i in range(served)]
+    stays = [(100.0 * i, 100.0 * i + 90) if i < served else (100.0 * i + 3, 100.0 * i + 4) for i in range(50)]
+    gauge = [edge for begun, ended in stays for edge in ((begun, 1), (ended, 0))]
+    w = windows.whole(cell(rows))
+    assert identities.identities(cell(rows, gauge), w) == []
+    assert identities.little(cell(rows, gauge), w).agrees
+    # What was answered is owed all the same: a gauge that saw none of it is no edge.
+    blind = [(at, 0 if at < 100.0 * served else up) for at, up in gauge]
+    assert identities.little(cell(rows, blind), w).agrees == (not served)
+
+
 def test_counts_that_do_not_add_up_are_named() -> None:
     c = cell([record(0, events=[1]), record(0, 5, events=[6]), record(2, outcome="dropped", sent_ns=ns(3))])
     broken = " | ".join(identities.identities(c, ALL, {"counts": {"ok": 3, "failed": 0}}))

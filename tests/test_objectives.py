@@ -221,6 +221,43 @@ def test_where_the_client_was_the_limit_nothing_is_called_missed():
     assert verdicts(spread(2000, 0), "ttft_p95<800ms", client_limited=True) == ["MET"]
 
 
+@pytest.mark.parametrize(("kind", "open_loop", "closed"), [
+    ("connect_error", "MISSED", "MISSED"),  # nobody listens, however early or late one comes
+    ("http_4xx", "MISSED", "MISSED"),
+    ("rejected", "UNDECIDED", "MISSED"),  # a late open loop sends heaps, which the asked load has not
+    ("http_5xx", "UNDECIDED", "MISSED"),
+    ("ttft_timeout", "UNDECIDED", "UNDECIDED"),  # by this client's own, late clock
+    ("truncated_stream", "UNDECIDED", "UNDECIDED"),  # it may have read too slowly
+])  # fmt: skip
+def test_failures_that_are_not_the_clients_doing_miss_a_limit_in_a_limited_client_too(kind, open_loop, closed):
+    rows = [
+        record(i, 10 * i, end=10 * i + 1, outcome="failed", error_kind=kind)
+        if i % 10 == 0
+        else record(i, 10 * i, events=[10 * i + 5.0])
+        for i in range(1000)
+    ]
+    for load, verdict in (("open", open_loop), ("closed", closed)):
+        c = cell(rows, load={"kind": load})
+        for limit in ("error_rate<1%", "ttft_p95<800ms"):
+            assert verdicts(c, limit, client_limited=True) == [verdict]
+            assert verdicts(c, limit) == ["MISSED"]
+
+
+def test_slow_answers_of_a_limited_client_stay_undecided_beside_some_failures():
+    # 2% were refused, which p95 allows; the 20% that miss it are late, and that may be the client's doing.
+    rows = [
+        record(i, i, outcome="failed", error_kind="connect_error")
+        if i % 50 == 0
+        else record(i, i, events=[i + (900.0 if i % 5 == 0 else 100.0)])
+        for i in range(2000)
+    ]
+    c = cell(rows, load={"kind": "open"})
+    assert verdicts(c, "ttft_p95<800ms", client_limited=True) == ["UNDECIDED"]
+    assert verdicts(c, "ttft_p95<800ms,error_rate<1%,tokens_per_second>1000000", client_limited=True) == [
+        "UNDECIDED", "MISSED", "UNDECIDED",
+    ]  # fmt: skip
+
+
 def test_case_goodput_per_limit_and_in_all():
     """Eight requests, TTFT <= 200 ms and TPOT <= 30 ms, one of them cut: 3 of 7."""
     figures = [(150, 20), (200, 30), (250, 10), (100, None), (90, 31)]

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -191,31 +192,109 @@ def test_the_servers_cpu_time_and_memory_are_read_where_it_is_local(tmp_path: Pa
     assert (figures.value("server_memory") or 0) > 1e6
 
 
-def test_nvml_is_read_under_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real library's calls and units, answered by hand: no GPU was tried."""
+class NvmlError(Exception):
+    """As of nvidia-ml-py: a class an error, all under one."""
 
-    def energy_of(handle: int) -> int:
-        if handle:
-            raise RuntimeError("Not Supported")
-        return 5000
 
+class NotSupportedError(NvmlError):
+    pass
+
+
+class NoPermissionError(NvmlError):
+    pass
+
+
+class GpuIsLostError(NvmlError):
+    pass
+
+
+Card = dict[str, Any]  # call -> what it returns, or raises
+CARD: Card = {
+    "UtilizationRates": SimpleNamespace(gpu=90, memory=50),
+    "MemoryInfo": SimpleNamespace(used=20, total=80),
+    "PowerUsage": 350_000,
+    "TotalEnergyConsumption": 5000,
+}
+
+
+def nvml(monkeypatch: pytest.MonkeyPatch, *cards: Card | NvmlError) -> Any:
+    """The real library's calls, units and errors, answered by hand: no GPU was tried."""
+
+    def told(value: Any) -> Any:
+        if isinstance(value, NvmlError):
+            raise value
+        return value
+
+    calls = {f"nvmlDeviceGet{call}": lambda card, call=call: told(card[call]) for call in CARD}
     stub = SimpleNamespace(
-        NVMLError=RuntimeError,
+        NVMLError=NvmlError,
+        NVMLError_NotSupported=NotSupportedError,
+        NVMLError_NoPermission=NoPermissionError,
         nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetUtilizationRates=lambda i: SimpleNamespace(gpu=90 + i, memory=50),
-        nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(used=20, total=80),
-        nvmlDeviceGetTotalEnergyConsumption=energy_of,
-        nvmlDeviceGetPowerUsage=lambda i: 350_000 + i,
+        nvmlDeviceGetCount=lambda: len(cards),
+        nvmlDeviceGetHandleByIndex=lambda i: told(cards[i]),
+        **calls,
     )
     monkeypatch.setitem(sys.modules, "pynvml", stub)
+    return stub
+
+
+def test_nvml_is_read_under_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(monkeypatch, CARD, CARD | {"UtilizationRates": SimpleNamespace(gpu=91, memory=40), "PowerUsage": 1})
+    assert gpu_reader()() == {
+        'nvml:busy{gpu="0"}': 0.9, 'nvml:memory_busy{gpu="0"}': 0.5, 'nvml:memory_used{gpu="0"}': 0.25,
+        'nvml:power_w{gpu="0"}': 350.0, 'nvml:energy_j{gpu="0"}': 5.0,
+        'nvml:busy{gpu="1"}': 0.91, 'nvml:memory_busy{gpu="1"}': 0.4, 'nvml:memory_used{gpu="1"}': 0.25,
+        'nvml:power_w{gpu="1"}': 0.001, 'nvml:energy_j{gpu="1"}': 5.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("why", [NotSupportedError("Not Supported"), NoPermissionError("Insufficient Permissions")])
+@pytest.mark.parametrize(("call", "gone"), [
+    ("UtilizationRates", ("busy", "memory_busy")),  # under MIG
+    ("MemoryInfo", ("memory_used",)),  # of a GPU that shares the CPU's memory
+    ("PowerUsage", ("power_w",)),
+    ("TotalEnergyConsumption", ("energy_j",)),  # before Volta
+])  # fmt: skip
+def test_what_a_gpu_does_not_tell_takes_nothing_else_away(
+    monkeypatch: pytest.MonkeyPatch, why: NvmlError, call: str, gone: tuple[str, ...]
+) -> None:
+    nvml(monkeypatch, CARD | {call: why})
+    (names,) = {tuple(name.partition("{")[0] for name in gpu_reader()())}
+    whole = ("nvml:busy", "nvml:memory_busy", "nvml:memory_used", "nvml:power_w", "nvml:energy_j")
+    assert names == tuple(name for name in whole if name.removeprefix("nvml:") not in gone)
+
+
+def test_energy_of_some_gpus_does_not_pass_for_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(monkeypatch, CARD, CARD | {"TotalEnergyConsumption": NotSupportedError()})
     found = gpu_reader()()
-    assert found['nvml:busy{gpu="1"}'] == 0.91
-    assert found['nvml:memory_used{gpu="0"}'] == 0.25
-    assert found['nvml:energy_j{gpu="0"}'] == 5.0
-    assert 'nvml:energy_j{gpu="1"}' not in found  # that GPU does not count it, and its power is read all the same
-    assert found['nvml:power_w{gpu="1"}'] == 350.001
+    assert not [name for name in found if "energy" in name]
+    assert [found[f'nvml:power_w{{gpu="{k}"}}'] for k in (0, 1)] == [350, 350]  # by which it is reckoned then
+
+
+def test_a_gpu_that_is_lost_while_it_is_read_fails_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = dict(CARD)
+    nvml(monkeypatch, CARD, lost)
+    read_ = gpu_reader()
+    assert len(read_()) == 10
+    for call in CARD:
+        lost |= dict(CARD) | {call: GpuIsLostError("GPU is lost")}
+        with pytest.raises(ValueError, match="NVML: GPU 1: GPU is lost"):
+            read_()
+
+
+def test_gpus_of_others_are_left_out_and_none_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(monkeypatch, NoPermissionError(), CARD)
+    assert {name.partition("{")[2] for name in gpu_reader()()} == {'gpu="1"}'}
+    nvml(monkeypatch, NoPermissionError())
+    with pytest.raises(BenchError, match="no GPU on this machine that this user may read"):
+        gpu_reader()
+    nvml(monkeypatch, GpuIsLostError("GPU is lost"))
+    with pytest.raises(BenchError, match="NVML: GPU is lost; expected an NVIDIA driver"):
+        gpu_reader()
+    nvml(monkeypatch, dict.fromkeys(CARD, NotSupportedError()))
+    with pytest.raises(ValueError, match="tell nothing"):
+        gpu_reader()()
 
 
 def test_gpus_without_the_library_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
