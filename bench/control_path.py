@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=10_000_000)
     parser.add_argument("--folder", type=Path, help="for some GB of files; default: the system's for temporary ones")
     asked = parser.parse_args()
+    if not 1 <= asked.shards <= asked.records:
+        parser.error(f"--shards {asked.shards} of --records {asked.records}: expected 1 or more, each with a record")
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         found = run(asked.shards, asked.records, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps({"machine": machine(), **found}, indent=1))

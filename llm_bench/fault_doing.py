@@ -1,17 +1,16 @@
 """Does faults beside a drive, from a process of its own, and writes down when: NAME.faults.jsonl.
 
 The process hears the drive's start on its stdin, and ends with it: what was not begun by then is written down as not
-done, the net is whole again, a command that still runs gets GRACE_S and is then terminated.
+done, the net is whole again, what was to go on goes on, a command that still runs gets GRACE_S and is then terminated.
 """
 
 import http.client
 import json
 import os
 import select
+import shutil
 import signal
-import socket
 import ssl
-import statistics
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ import httpx
 from llm_bench import faults, targets
 from llm_bench.clock import now_ns
 from llm_bench.errors import BenchError, TargetError
+from llm_bench.fault_proxy import Net
 from llm_bench.faults import FAULTS, Fault
 from llm_bench.targets import Target
 
@@ -35,7 +35,6 @@ ANSWER_S = 30.0  # the longest that the answer to a request of ours is waited fo
 GRACE_S = 10.0
 TAIL = 300  # characters kept of what an answer or a command said
 RECOVERY_NS = 60_000_000_000  # a target that refuses connections is given so long to come back, where faults were asked
-PINGS, PING_BYTES = 200, 500  # round trips by which the proxy's own cost is found: about a tenth of a second
 
 
 class Trouble(NamedTuple):
@@ -55,19 +54,59 @@ def allowing(target: Target, planned: Sequence[Fault]) -> Target:
 def check(planned: Sequence[Fault], target: Target) -> None:
     """What can be seen to be wrong before any load is sent. Raises BenchError."""
     for fault in planned:
-        if fault.kind == "signal" and fault.args["pid"] in (os.getpid(), os.getppid()):
-            raise BenchError(f"--fault {fault.text!r}: {fault.args['pid']} is this run itself, expected a server's")
-        if fault.kind != "net":
-            continue
-        if target.by_proxy():
-            raise BenchError(
-                f"--fault {fault.text!r}: target {target.name} is asked through an HTTP proxy, expected none"
-            )
-        if any(urlsplit(url).scheme != "http" for url in target.urls):
-            raise BenchError(
-                f"--fault {fault.text!r}: target {target.name} is asked by https, whose certificate "
-                "names its own host and not the fault proxy's; expected http"
-            )
+        wrong = CHECKS[fault.kind](fault.args, target) if fault.kind in CHECKS else ""
+        if wrong:
+            raise BenchError(f"--fault {fault.text!r}: {wrong}")
+
+
+def _cmd_wrong(args: Mapping[str, Any], target: Target) -> str:
+    program = args["words"][0]
+    if shutil.which(program) is not None:
+        return ""
+    if "/" in program and Path(program).exists():
+        return f"{program} cannot be executed, expected a program"
+    return f"no program {program!r} is found {'there' if '/' in program else 'in PATH'}, expected one of this machine"
+
+
+def _sh_wrong(args: Mapping[str, Any], target: Target) -> str:
+    read = subprocess.run(
+        ["/bin/sh", "-n", "-c", args["text"]], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    said = _tail(read.stderr.decode("utf-8", "replace"))
+    return f"the shell cannot read it ({said}), expected a command of /bin/sh" if read.returncode else ""
+
+
+def _signal_wrong(args: Mapping[str, Any], target: Target) -> str:
+    pid = args["pid"]
+    if pid in (os.getpid(), os.getppid()):
+        return f"{pid} is this run itself, expected a server's"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return f"there is no process {pid} on this machine, expected a server's"
+    except PermissionError:
+        return f"process {pid} is another user's, to whom this one may send no signal; expected its own"
+    return ""
+
+
+def _net_wrong(args: Mapping[str, Any], target: Target) -> str:
+    if target.by_proxy():
+        return f"target {target.name} is asked through an HTTP proxy, expected none"
+    if any(urlsplit(url).scheme != "http" for url in target.urls):
+        return (
+            f"target {target.name} is asked by https, whose certificate names its own host and not the fault "
+            "proxy's; expected http"
+        )
+    return ""
+
+
+# What is wrong with a fault of a kind, here and for a target; "" where nothing is.
+CHECKS: dict[str, Callable[[Mapping[str, Any], Target], str]] = {
+    "cmd": _cmd_wrong,
+    "sh": _sh_wrong,
+    "signal": _signal_wrong,
+    "net": _net_wrong,
+}
 
 
 @contextmanager
@@ -80,8 +119,7 @@ def beside(target: Target, planned: Sequence[Fault], path: Path, say: Callable[[
         yield Trouble()
         return
     check(planned, target)
-    if any(fault.kind == "engine" for fault in planned):
-        _check_engine(target)
+    _check_engine([fault for fault in planned if fault.kind == "engine"], target)
     work: dict[str, Any] = {"path": str(path), "urls": list(target.urls), "root": targets.root_of(target.urls[0])}
     work |= {"faults": [fault._asdict() for fault in planned], "headers": targets.auth_headers(target)}
     work |= {"insecure": target.insecure, "cafile": target.cafile, "run": os.getpid()}
@@ -142,18 +180,35 @@ def ended(path: Path, planned: Sequence[Fault]) -> dict[str, Any]:
     return {"faults": faults.document(log._replace(done=(*log.done, *lost)))}
 
 
-def _check_engine(target: Target) -> None:
-    address = f"{targets.root_of(target.urls[0])}/fault"
-    headers = dict(targets.auth_headers(target))
-    try:
-        answer = httpx.get(address, headers=headers, timeout=ANSWER_S, verify=targets.tls(target), trust_env=False)
-    except httpx.HTTPError as e:
-        raise TargetError(f"target {target.name}: {address}: {type(e).__name__}") from None
+def _check_engine(planned: Sequence[Fault], target: Target) -> None:
+    """Does it serve faults, and these? By its own description of what POST /fault takes, where it has one."""
+    if not planned:
+        return
+    root = targets.root_of(target.urls[0])
+    answer = _get(target, f"{root}/fault")
     if answer.status_code != 200:
         raise BenchError(
-            f"target {target.name}: {address} answers HTTP {answer.status_code}: it serves no faults; the bundled "
+            f"target {target.name}: {root}/fault answers HTTP {answer.status_code}: it serves no faults; the bundled "
             "engine does with --allow-faults (python -m reference_engine --allow-faults ...)"
         )
+    try:
+        rows = _get(target, f"{root}/openapi.json").json()["paths"]["/fault"]["post"]["requestBody"]["content"]
+        kinds = {
+            row["properties"]["kind"]["const"]: row["properties"] for row in rows["application/json"]["schema"]["oneOf"]
+        }
+    except (ValueError, KeyError, TypeError):  # another server's; its answer to the fault itself will be in the log
+        return
+    for fault in planned:
+        if wrong := faults.wrong_order(fault.args["body"], kinds):
+            raise BenchError(f"--fault {fault.text!r}: {wrong}")
+
+
+def _get(target: Target, address: str) -> httpx.Response:
+    headers = dict(targets.auth_headers(target))
+    try:
+        return httpx.get(address, headers=headers, timeout=ANSWER_S, verify=targets.tls(target), trust_env=False)
+    except httpx.HTTPError as e:
+        raise TargetError(f"target {target.name}: {address}: {type(e).__name__}") from None
 
 
 # ---- the process beside the run
@@ -202,7 +257,7 @@ class Hands(NamedTuple):
     """What doing a fault may need. `stop`: set when the cell has ended."""
 
     work: Mapping[str, Any]
-    net: "Net | None"
+    net: Net | None
     stop: threading.Event
 
 
@@ -211,7 +266,8 @@ def _one(fault: Fault, start_ns: int, hands: Hands, write: Callable[[Mapping[str
     planned_ns = start_ns + fault.at_ns
     begun_ns = ended_ns = 0
     ok, result = False, "not done: the cell had ended before"
-    if began and not hands.stop.wait(max(0, planned_ns - now_ns()) / 1e9):
+    heals = fault.kind == "signal" and fault.args["signal"] == signal.SIGCONT  # nothing is left stopped at the end
+    if began and (not hands.stop.wait(max(0, planned_ns - now_ns()) / 1e9) or heals):
         begun_ns = now_ns()
         try:
             ok, result = DOERS[fault.kind](fault.args, hands)
@@ -337,90 +393,6 @@ assert list(DOERS) == list(FAULTS)
 def _tail(text: str) -> str:
     """The end of it in one line of printable characters."""
     return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))[-TAIL:]
-
-
-class Net:
-    """The fault proxy before each of the target's URLs, and what it costs."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        """Raises OSError or ValueError where it does not start."""
-        places = [(parts.hostname or "", parts.port or 80) for parts in map(urlsplit, urls)]
-        with socket.create_server(("127.0.0.1", 0)) as echo:
-            threading.Thread(target=_echo, args=(echo,), daemon=True).start()
-            here = echo.getsockname()
-            to = [word for host, port in [*places, here] for word in ("--to", f"{host}:{port}")]
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "llm_bench.fault_proxy", *to], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            *ports, back = json.loads(self._hear())["listening"]
-            direct, through = (statistics.median(_pings(port)) for port in (here[1], back))
-        self.added_ms = round(max(through - direct, 0) / 1e6, 4)
-        # As the target's own, but for the place that is connected to.
-        self.urls = [
-            urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl() for url, port in zip(urls, ports, strict=True)
-        ]
-        self._lock, self._numbers = threading.Lock(), 0
-
-    def _hear(self) -> bytes:
-        assert self._child.stdout
-        ready, _, _ = select.select([self._child.stdout], [], [], READY_S)
-        line = self._child.stdout.readline() if ready else b""
-        if not line:
-            raise OSError("no word from it")
-        return line
-
-    def order(self, do: str, value: Any) -> int:
-        """Begin a fault; returns its number when it holds."""
-        with self._lock:
-            self._numbers += 1
-            self._say({"id": self._numbers, "do": do, "value": value})
-            return self._numbers
-
-    def lift(self, number: int) -> None:
-        with self._lock:
-            self._say({"id": number, "do": ""})
-
-    def _say(self, order: Mapping[str, Any]) -> None:
-        assert self._child.stdin
-        self._child.stdin.write(json.dumps(order).encode() + b"\n")
-        self._child.stdin.flush()
-        self._hear()
-
-    def close(self) -> None:
-        assert self._child.stdin and self._child.stdout
-        with suppress(OSError):
-            self._child.stdin.close()
-        try:
-            self._child.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        self._child.stdout.close()
-
-
-def _echo(server: socket.socket) -> None:
-    """Sends back what comes, on two connections."""
-    for _ in range(2):
-        with suppress(OSError):
-            connection, _ = server.accept()
-            with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while data := connection.recv(4096):
-                    connection.sendall(data)
-
-
-def _pings(port: int) -> list[int]:
-    """Times of round trips, ns."""
-    times = []
-    with socket.create_connection(("127.0.0.1", port), READY_S) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(PINGS):
-            begun_ns, left = now_ns(), PING_BYTES
-            connection.sendall(b"x" * PING_BYTES)
-            while left:
-                left -= len(connection.recv(left)) or left
-            times.append(now_ns() - begun_ns)
-    return times
 
 
 if __name__ == "__main__":

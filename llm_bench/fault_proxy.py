@@ -6,20 +6,27 @@ Listens on a free port of 127.0.0.1 for each HOST:PORT, which one JSON line on s
 stdin is an order, {"id": 1, "do": "delay", "value": 0.05}, {"id": 1, "do": ""} its end; each is answered with a line
 {"at": ns} when it holds. It ends with stdin. It reads nothing of what it forwards.
 
+`Net` starts it, and finds what it adds to a round trip.
+
 A target that refuses a connection cannot be told so to a client whose connection is already made: it gets a reset.
 """
 
 import argparse
 import asyncio
 import json
+import select
 import signal
 import socket
+import statistics
 import struct
+import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from llm_bench import clock
 from llm_bench.clock import now_ns
@@ -27,6 +34,8 @@ from llm_bench.limits import raise_file_limit
 
 QUEUE_BYTES = 1 << 20  # held back of one direction; then the sender is no longer read
 SLICE_S = 0.005  # a throttled direction sends what its bandwidth carries in so long
+READY_S, GRACE_S = 15.0, 10.0  # in which it says that it listens, or an order holds; and ends
+PINGS, PING_BYTES = 200, 500  # round trips by which its own cost is found: about a tenth of a second
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: close sends RST
 
 
@@ -251,6 +260,93 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
     raise_file_limit(1 << 16, strict=False)
     clock.run(serve(targets))
+
+
+# ---- the run's side of it
+
+
+class Net:
+    """The fault proxy before each of the target's URLs, and what it costs."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        """Raises OSError or ValueError where it does not start."""
+        places = [(parts.hostname or "", parts.port or 80) for parts in map(urlsplit, urls)]
+        with socket.create_server(("127.0.0.1", 0)) as echo:
+            threading.Thread(target=_echo, args=(echo,), daemon=True).start()
+            here = echo.getsockname()
+            to = [word for host, port in [*places, here] for word in ("--to", f"{host}:{port}")]
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "llm_bench.fault_proxy", *to], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            *ports, back = json.loads(self._hear())["listening"]
+            direct, through = (statistics.median(_pings(port)) for port in (here[1], back))
+        self.added_ms = round(max(through - direct, 0) / 1e6, 4)
+        # As the target's own, but for the place that is connected to.
+        self.urls = [
+            urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl() for url, port in zip(urls, ports, strict=True)
+        ]
+        self._lock, self._numbers = threading.Lock(), 0
+
+    def _hear(self) -> bytes:
+        assert self._child.stdout
+        ready, _, _ = select.select([self._child.stdout], [], [], READY_S)
+        line = self._child.stdout.readline() if ready else b""
+        if not line:
+            raise OSError("no word from it")
+        return line
+
+    def order(self, do: str, value: Any) -> int:
+        """Begin a fault; returns its number when it holds."""
+        with self._lock:
+            self._numbers += 1
+            self._say({"id": self._numbers, "do": do, "value": value})
+            return self._numbers
+
+    def lift(self, number: int) -> None:
+        with self._lock:
+            self._say({"id": number, "do": ""})
+
+    def _say(self, order: Mapping[str, Any]) -> None:
+        assert self._child.stdin
+        self._child.stdin.write(json.dumps(order).encode() + b"\n")
+        self._child.stdin.flush()
+        self._hear()
+
+    def close(self) -> None:
+        assert self._child.stdin and self._child.stdout
+        with suppress(OSError):
+            self._child.stdin.close()
+        try:
+            self._child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child.stdout.close()
+
+
+def _echo(server: socket.socket) -> None:
+    """Sends back what comes, on two connections."""
+    for _ in range(2):
+        with suppress(OSError):
+            connection, _ = server.accept()
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while data := connection.recv(4096):
+                    connection.sendall(data)
+
+
+def _pings(port: int) -> list[int]:
+    """Times of round trips, ns."""
+    times = []
+    with socket.create_connection(("127.0.0.1", port), READY_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(PINGS):
+            begun_ns, left = now_ns(), PING_BYTES
+            connection.sendall(b"x" * PING_BYTES)
+            while left:
+                left -= len(connection.recv(left)) or left
+            times.append(now_ns() - begun_ns)
+    return times
 
 
 if __name__ == "__main__":

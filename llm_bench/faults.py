@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from llm_bench.errors import BenchError
 
 MOST = 100  # faults of a run: each has a thread, and none can be told apart from the next if there are more
 LONGEST_S = 86_400.0
+MOST_PID = 4_194_304  # of Linux
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 SIGNALS = ("TERM", "INT", "HUP", "KILL", "QUIT", "STOP", "CONT", "USR1", "USR2", "ABRT")
 DROPS = ("refuse", "blackhole")
@@ -24,6 +26,9 @@ _TIMES = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(bit|kbit|Mbit|Gbit)", re.A)
 _RATES = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
 _WORD = re.compile(r"[a-z_]+", re.A)
+# A word, its quotes kept, that only a shell gives a meaning to. An & or > within one may be a URL's, or a name's.
+_SHELL = re.compile(r"\|\|?|&&?|;|.*[^\\];|\d*[<>].*|\"?\$[({A-Za-z_].*|\"?`.*|~(/.*)?", re.A)
+_SETTING = re.compile(r"[A-Za-z_]\w*=.*", re.A)
 
 
 class Fault(NamedTuple):
@@ -51,7 +56,24 @@ def parse(texts: Sequence[str]) -> tuple[Fault, ...]:
     """In the order of their times. Raises BenchError."""
     if len(texts) > MOST:
         raise BenchError(f"--fault: {len(texts)} faults, expected at most {MOST}")
-    return tuple(sorted(map(_parse, texts), key=lambda fault: fault.at_ns))
+    found = tuple(sorted(map(_parse, texts), key=lambda fault: fault.at_ns))
+    _check_apart([fault for fault in found if fault.kind == "net"])
+    return found
+
+
+def _check_apart(net: Sequence[Fault]) -> None:
+    """What lasts while the next begins has no end of its own to be found. Those of one moment are one trouble."""
+    for fault, then in combinations(net, 2):
+        for_s = fault.args["for_s"]
+        moment = for_s is None and fault.args["do"] == "reset"
+        if fault.at_ns == then.at_ns or moment:
+            continue
+        if for_s is None or fault.at_ns + for_s * 1e9 > then.at_ns:
+            until = "to the cell's end" if for_s is None else f"until {fault.at_ns / 1e9 + for_s:g}s"
+            raise BenchError(
+                f"--fault {then.text!r}: {fault.text!r} still lasts then ({until}), and neither's end could be told; "
+                "expected one after the other, each with for=, or both at one moment"
+            )
 
 
 def _parse(text: str) -> Fault:
@@ -111,7 +133,19 @@ def _cmd(text: str) -> dict[str, Any]:
         raise ValueError(f"{e}, expected a command as a shell would split it: cmd:systemctl restart vllm") from None
     if not words:
         raise ValueError("no command after cmd:, expected such as cmd:systemctl restart vllm")
+    if (word := _for_a_shell(text)) is not None:
+        raise ValueError(f"{word} is for a shell, and cmd: has none: expected sh:{text}, or the word in quotes")
     return {"words": words}
+
+
+def _for_a_shell(text: str) -> str | None:
+    """The first word that a shell would not hand on as it is: of |, a redirection, $NAME; A=1 before the program."""
+    found = shlex.shlex(text, posix=False)
+    found.whitespace_split, found.commenters = True, ""
+    for number, word in enumerate(found):
+        if _SHELL.fullmatch(word) or (not number and _SETTING.fullmatch(word)):
+            return word
+    return None
 
 
 def _sh(text: str) -> dict[str, Any]:
@@ -125,7 +159,7 @@ def _signal(text: str) -> dict[str, Any]:
     name = name.removeprefix("SIG")
     if name not in SIGNALS:
         raise ValueError(f"signal {name!r}, expected one of {', '.join(SIGNALS)}, as signal:TERM:4711")
-    if not re.fullmatch(r"\d{1,10}", pid, re.A) or int(pid) < 2:
+    if not re.fullmatch(r"\d{1,10}", pid, re.A) or not 2 <= int(pid) <= MOST_PID:
         raise ValueError(f"process {pid!r}, expected the id of one process, 2 or more, as signal:TERM:4711")
     return {"signal": int(signal.Signals[f"SIG{name}"]), "pid": int(pid)}
 
@@ -141,7 +175,7 @@ def _net(text: str) -> dict[str, Any]:
     for part in others:
         if not part.startswith("for=") or for_s is not None:
             raise ValueError(f"net:{name} has no {part!r}, expected for=TIME once, such as {NET[name]},for=5s")
-        for_s = _seconds(part.removeprefix("for="), "for")
+        for_s = _some_seconds(part.removeprefix("for="), "for")
     return {"do": name, "value": read(value), "for_s": for_s}
 
 
@@ -155,7 +189,14 @@ NET = {
 
 
 def _delay(text: str) -> float:
-    return _seconds(text, "delay")
+    return _some_seconds(text, "delay")
+
+
+def _some_seconds(text: str, what: str) -> float:
+    seconds = _seconds(text, what)
+    if not seconds:
+        raise ValueError(f"{what} is {text!r}, which is no fault, expected more than nothing: 50ms or 5s")
+    return seconds
 
 
 def _bandwidth(text: str) -> float:
@@ -194,6 +235,30 @@ def _engine(text: str) -> dict[str, Any]:
     return {"body": body}
 
 
+def wrong_order(body: Mapping[str, Any], kinds: Mapping[str, Mapping[str, Any]]) -> str:
+    """What an engine that describes its faults so would refuse in an order, and what would be right; "" for nothing.
+
+    `kinds`: by kind, each field's JSON schema: an enum, or a type with a minimum and a maximum.
+    """
+    fields = kinds.get(body["kind"])
+    if fields is None:
+        return f"this engine has no fault {body['kind']!r}, expected one of {', '.join(kinds)}"
+    for name, value in body.items():
+        if name not in fields:
+            own = ", ".join(field for field in fields if field != "kind")
+            return f"{body['kind']} has no field {name!r}, expected of {own}"
+        rule = fields[name]
+        if "enum" in rule and str(value) not in (words := [str(word) for word in rule["enum"] if word is not None]):
+            return f"{name} is {value!r}, expected one of {', '.join(words)}"
+        if "minimum" in rule:
+            whole = "integer" in rule["type"]
+            low, high = rule["minimum"], rule["maximum"]
+            if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
+                number = "a whole number" if whole else "a number"
+                return f"{name} is {value!r}, expected {number} from {low:g} to {high:g}"
+    return ""
+
+
 FAULTS: dict[str, Kind] = {
     "http": Kind(_http, 'POST http://host:8000/fault {"kind": "oom"}', "a request to any URL"),
     "cmd": Kind(_cmd, "cmd:systemctl restart vllm", "a command, without a shell"),
@@ -217,6 +282,10 @@ class Done(NamedTuple):
     ended_ns: int
     ok: bool  # it was done as asked; what the target made of it is another matter
     result: str  # its answer, exit code and last words, or why it was not done
+
+    @property
+    def is_remedy(self) -> bool:
+        return self.kind == "signal" and self.what.replace("SIGCONT", "CONT").startswith("signal:CONT:")
 
     @property
     def text(self) -> str:

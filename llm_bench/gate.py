@@ -181,11 +181,12 @@ def check_enough(counted: Mapping[str, int], rules: int) -> None:
     """Pairs of each load, and rules. Raises BenchError."""
     tests = len(counted) * rules
     least = pairs.needed(tests) if tests else 0
+    of = "1 test" if tests == 1 else f"{tests} tests (rules x loads)"
     for load, n in counted.items():
         if n < least:
             raise BenchError(
-                f"{n} pairs at {load}, and {tests} tests (rules x loads) need {least} at least: with fewer no change, "
-                f"however large, is significant. Measure {least} pairs or more (--repeat)"
+                f"{n} pair{'s' * (n != 1)} at {load}, and {of} need{'s' * (tests == 1)} {least} at least: with fewer "
+                f"no change, however large, is significant. Measure {least} pairs or more (--repeat)"
             )
 
 
@@ -377,7 +378,7 @@ def _why(test: Test, verdict: str, p: float, tests: int) -> str:
     if verdict == FAIL:
         return f"{change} is worse than {margin}, p = {p:.2g}{of}"
     if found.bound is None:
-        return f"{found.pairs} pairs give no bound"
+        return f"{found.pairs} pair{'s give' if found.pairs != 1 else ' gives'} no bound"
     bound = f"95% bound {rule.in_words(found.bound)}"
     if verdict == PASS:
         return f"{change}, its {bound} is within {margin}"

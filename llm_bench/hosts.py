@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from llm_bench import host_clock, host_part
-from llm_bench.beside import Say, progress
+from llm_bench.beside import progress
 from llm_bench.cell import Cell
 from llm_bench.clock import now_ns
 from llm_bench.errors import BenchError
 from llm_bench.fault_doing import Trouble
 from llm_bench.host_link import LOST_S, SLOW_S, Hello, Host, Link, LostError
-from llm_bench.measure import Fleet, Watch, cores_needed, disk_errors, together
-from llm_bench.plan import Plan
+from llm_bench.measure import Fleet, cores_needed, disk_errors, together
+from llm_bench.order import Order
 from llm_bench.shards import BEFORE_START, STOPPING, TERM_S, TWICE_S, Board, Outcome
 
 POLL_S, SOON_S = 1.0, 0.1  # between polls; until the window is open
@@ -34,29 +34,21 @@ OPEN_DELAY_NS = 100_000_000
 def fleet(links: Sequence[Link], hellos: Sequence[Hello]) -> Fleet:
     """Drives cells on these hosts, for `measure`: each a worker, in their order."""
 
-    def driven(
-        cell: Cell,
-        work: Plan,
-        facts: Mapping[str, Any],
-        workers: int,
-        say: Say,
-        live: Say,
-        watch: Watch | None,
-        trouble: Trouble,
-    ) -> dict[str, Any]:
-        refuse(cell, links[:workers], hellos[:workers], trouble)
+    def driven(order: Order) -> dict[str, Any]:
+        cell, workers = order.cell, order.workers
+        refuse(cell, links[:workers], hellos[:workers], order.trouble)
         for line in unknown(hellos[:workers]):
-            say(f"{cell.name}: {line}")
+            order.say(f"{cell.name}: {line}")
         hosts = [Host(number, link) for number, link in enumerate(links[:workers])]
-        board = Board(workers, len(work))
+        board = Board(workers, len(order.work))
         try:
             with disk_errors(cell.options.out):
-                halted = _Drive(cell, work, facts, hosts, board, live, watch, trouble).run()
+                halted = _Drive(order, hosts, board).run()
         finally:
             for host in hosts:
                 host.close()
-        live("")
-        end = together(cell, facts, board, [host.outcome for host in hosts if host.outcome], halted, say)
+        order.live("")
+        end = together(order, board, [host.outcome for host in hosts if host.outcome], halted)
         return end | {"hosts": hosts_facts(hosts, hellos), "ceiling": mean_ceiling(hellos[:workers])}
 
     return driven
@@ -78,13 +70,17 @@ def refuse(cell: Cell, links: Sequence[Link], hellos: Sequence[Hello], trouble: 
         most = min(min(h.files, h.ports) for h in hellos) * len(hellos)
         raise BenchError(
             f"{short[0]} may open {most // len(hellos)} connections to one address (files and ports); "
-            f"{cell.load.label} over {len(hellos)} workers needs more: {most} slots in all, or more workers"
+            f"{cell.load.label} over {crew(len(hellos))} needs more: {most} slots in all, or more workers"
         )
     if cell.load.concurrency is None and (carried := ceiling_share(cell, hellos)) > 1:
         asked = f"{cell.load.rate:g}/s" if cell.load.rate else cell.load.label
         limit = f", {cell.load.rate / carried:.4g}/s" if cell.load.rate else ""
-        known = f"what selfcheck found {len(hellos)} workers to carry{limit}"
+        known = f"what selfcheck found {crew(len(hellos))} to carry{limit}"
         raise BenchError(f"{asked} is {carried:.0%} of {known}; give more --workers")
+
+
+def crew(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
 
 
 def ceiling_share(cell: Cell, hellos: Sequence[Hello]) -> float:
@@ -115,19 +111,9 @@ def mean_ceiling(hellos: Sequence[Hello]) -> dict[str, float] | None:
 class _Drive:
     """One cell over hosts, from the cut to the last record."""
 
-    def __init__(
-        self,
-        cell: Cell,
-        work: Plan,
-        facts: Mapping[str, Any],
-        hosts: Sequence[Host],
-        board: Board,
-        live: Say,
-        watch: Watch | None,
-        trouble: Trouble,
-    ) -> None:
-        self.cell, self.work, self.facts, self.hosts, self.board = cell, work, facts, hosts, board
-        self.live, self.watch, self.trouble = live, watch, trouble
+    def __init__(self, order: Order, hosts: Sequence[Host], board: Board) -> None:
+        self.cell, self.work, self.facts, self.hosts, self.board = order.cell, order.work, order.facts, hosts, board
+        self.live, self.watch, self.trouble = order.live, order.watch, order.trouble
         self.begun_s = time.monotonic()
         self.halted = ""
         self.told: list[float] = []  # when signals came

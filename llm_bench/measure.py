@@ -39,6 +39,7 @@ from llm_bench.fault_doing import Trouble
 from llm_bench.faults import Fault
 from llm_bench.flights import Flight, Gauge
 from llm_bench.host import cores
+from llm_bench.order import Order, Watch
 from llm_bench.plan import Plan
 from llm_bench.records import DISK_ERRORS, OUTCOMES, Writer
 from llm_bench.shards import Board, Part
@@ -50,10 +51,8 @@ UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of 
 SHARE_OF_A_CORE = 0.5  # a worker that is busier than this stamps late now and then
 
 
-# (seconds since the start, in flight, ended) four times a second -> reason to end the cell now, "" for none
-Watch = Callable[[float, int, int], str]
-# Drives a cell by workers elsewhere, as `_share` does by processes of this machine: its arguments, its answer.
-Fleet = Callable[[Cell, Plan, Mapping[str, Any], int, Say, Say, Watch | None, Trouble], dict[str, Any]]
+# Drives a cell by workers elsewhere, as `_share` does by processes of this machine.
+Fleet = Callable[[Order], dict[str, Any]]
 
 
 def measure(
@@ -94,7 +93,7 @@ def measure(
                 if workers == 1 and fleet is None:
                     end = drive(cell, work, facts, Part(cell.name), live, watch, trouble)
                 else:
-                    end = (fleet or _share)(cell, work, facts, workers, say, live, watch, trouble)
+                    end = (fleet or _share)(Order(cell, work, facts, workers, say, live, watch, trouble))
             end |= fault_doing.ended(done_at, planned)
             return {"workers": workers, "ceiling": calibration.ceiling()} | end
     finally:
@@ -187,8 +186,7 @@ def announcement(cell: Cell, workers: int = 1, asked: int = 0) -> list[str]:
 
 
 def _facts(cell: Cell, work: Plan, workers: int) -> dict[str, Any]:
-    plan = {"hash": work.hash, "requests": len(work)}
-    plan |= {"shares": any(r.hash_ids for r in cell.requests), "sessions": any(r.session for r in cell.requests)}
+    plan = {"hash": work.hash, "requests": len(work), **cell.sharing()}
     return {
         "cell": cell.name,
         "target": cell.target.public(),
@@ -368,24 +366,17 @@ async def _loop(
 # ---- several
 
 
-def _share(
-    cell: Cell,
-    work: Plan,
-    facts: Mapping[str, Any],
-    workers: int,
-    say: Say,
-    live: Say,
-    watch: Watch | None,
-    trouble: Trouble,
-) -> dict[str, Any]:
+def _share(order: Order) -> dict[str, Any]:
     """The same drive in `workers` processes, each with records of its own."""
-    board = Board(workers, len(work))
+    cell, live, watch = order.cell, order.live, order.watch
+    board = Board(order.workers, len(order.work))
     begun_s, halted = time.monotonic(), ""
 
     def body(number: int) -> dict[str, Any]:
-        part = Part(f"{cell.name}.w{number}", number, workers, board)
+        part = Part(f"{cell.name}.w{number}", number, order.workers, board)
+        facts = {**order.facts, "worker": number}
         with disk_errors(cell.options.out):
-            return drive(cell, work, {**facts, "worker": number}, part, lambda text: None, None, trouble)
+            return drive(cell, order.work, facts, part, lambda text: None, None, order.trouble)
 
     def look() -> bool:
         nonlocal halted
@@ -395,18 +386,17 @@ def _share(
             halted = watch((clock.now_ns() - board.start_ns) / 1e9, in_flight, landed)
         return bool(halted)
 
-    outcomes = shards.run(workers, body, board, look)
+    outcomes = shards.run(order.workers, body, board, look)
     live("")
-    return together(cell, facts, board, outcomes, halted, say)
+    return together(order, board, outcomes, halted)
 
 
-def together(
-    cell: Cell, facts: Mapping[str, Any], board: Board, outcomes: Sequence[shards.Outcome], halted: str, say: Say
-) -> dict[str, Any]:
+def together(order: Order, board: Board, outcomes: Sequence[shards.Outcome], halted: str) -> dict[str, Any]:
     """How a cell ended, of how its workers did; what dead ones had begun becomes records. `halted`: why it was ended.
 
     Raises the BenchError of a worker that failed with one.
     """
+    cell, say = order.cell, order.say
     ends = [o.end for o in outcomes if o.end is not None]
     reasons = [end["reason"] for end in ends] + ["interrupted"] * board.interrupted
     end: dict[str, Any] = {
@@ -424,7 +414,7 @@ def together(
     end |= {name: sum(e[name] for e in ends) for name in ("turns_not_sent", "cut", "client_cpu_s")}
     dead = [o for o in outcomes if o.died]
     if dead:
-        written, lost = _account_for(cell, facts, board, dead)
+        written, lost = _account_for(cell, order.facts, board, dead)
         for name, count in written.items():
             end["counts"][name] += count
         end["counts"]["cut_at_end"] += lost
@@ -432,7 +422,7 @@ def together(
         for outcome in dead:
             say(f"{cell.name}: worker {outcome.worker} {outcome.died}")
         say(
-            f"{cell.name}: {lost} requests that they had begun are lost with them"
+            f"{cell.name}: {lost} request{'s' * (lost != 1)} that they had begun lost with them"
             if lost
             else f"{cell.name}: none lost"
         )

@@ -137,7 +137,7 @@ def _placed(ray: Any, actors: Sequence[Any]) -> list[tuple[str, str]]:
         return [ray.get(one, timeout=max(until_s - time.monotonic(), 0.1)) for one in asked]
     except ray.exceptions.GetTimeoutError:
         raise BenchError(
-            f"--ray: {len(actors)} workers were not placed within {READY_S:g} s: other jobs may hold its cores"
+            f"--ray: not all of {len(actors)} were placed within {READY_S:g} s: other jobs may hold the cluster's cores"
         ) from None
     except ray.exceptions.RayError as e:
         why = str(e).strip().splitlines()[-1][:200]

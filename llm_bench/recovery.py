@@ -98,33 +98,51 @@ class Recovery(NamedTuple):
         return self.before.window_s if self.before else None
 
 
-def of(cell: Cell, window: Window, log: Log | None, limits: Sequence[Limit] = (), reason: str = "") -> list[Recovery]:
-    """Each fault of a cell. `limits`: of the SLO; `reason`: what the cell ended by."""
+def of(
+    cell: Cell,
+    window: Window,
+    log: Log | None,
+    limits: Sequence[Limit] = (),
+    reason: str = "",
+    *,
+    lateness: bool = True,
+) -> list[Recovery]:
+    """Each fault of a cell.
+
+    `limits`: of the SLO; `reason`: what the cell ended by; `lateness`: whether the client's own is in the latencies.
+    """
     if log is None:
         return []
     name = "ttft" if (cell.counts > 0).any() else "e2e"
     begun = [done for done in log.done if done.begun_ns]
     if not cell.n or not begun:
         return [Recovery(done, None, UNDECIDED, done.result or "nothing was recorded", name) for done in log.done]
-    seen = _Seen(cell, name)
+    seen = _Seen(cell, name, lateness)
     before = _before(seen, window, begun[0].begun_ns)
     bounds = _bounds(before, limits, name)
-    ends = [done.begun_ns for done in begun[1:]] + [int(seen.last_ns) + 1]
+    ends = [_next(begun[i:], int(seen.last_ns) + 1) for i in range(1, len(begun) + 1)]
     found = {
-        id(done): _one(seen, done, end_ns, before, bounds, reason if done is begun[-1] else "next")
+        id(done): _one(seen, done, end_ns, before, bounds, reason if end_ns > seen.last_ns else "next")
         for done, end_ns in zip(begun, ends, strict=True)
     }
     return [found.get(id(d)) or Recovery(d, None, UNDECIDED, d.result, name) for d in log.done]
 
 
+def _next(later: Sequence[Done], last_ns: int) -> int:
+    """When the next fault begins. What lets a process go on that was stopped is none: it ends one."""
+    return next((done.begun_ns for done in later if not done.is_remedy), last_ns)
+
+
 class _Seen:
     """A cell's requests in due order, and what is bad about each."""
 
-    def __init__(self, cell: Cell, name: str) -> None:
+    def __init__(self, cell: Cell, name: str, lateness: bool) -> None:
         self.cell, self.name = cell, name
         self.due = cell["due_ns"]
         self.failed = outcome_in(cell, "failed")
         values = SERIES[name].of(cell, NOTHING).values
+        if not lateness:
+            values = values - SERIES["lag_client"].of(cell, NOTHING).values
         cut, dropped = outcome_in(cell, "cut_at_end") & np.isnan(values), outcome_in(cell, "dropped")
         self.last_ns = max(int(cell["end_ns"].max()), int(self.due.max()))
         # Of what was cut without an answer the age is a lower bound; what was never attempted waited until the end.
@@ -169,9 +187,7 @@ def _before(seen: _Seen, window: Window, begun_ns: int) -> Before | str:
     span_s = (begun_ns - start_ns) / 1e9
     n = int(rows.sum())
     if n < LEAST or span_s <= 0:
-        return (
-            f"{n} requests were due in the {max(span_s, 0):.3g} s before it, expected {LEAST} or more to compare with"
-        )
+        return f"{_due(n)} in the {max(span_s, 0):.3g} s before it, expected {LEAST} or more to compare with"
     window_s = max(ROLLING_S, math.ceil(10 * LEAST * span_s / n) / 10)
     if span_s < window_s:
         return f"{span_s:.3g} s before it, expected a window of {window_s:g} s or more to compare with"
@@ -194,6 +210,10 @@ def _before(seen: _Seen, window: Window, begun_ns: int) -> Before | str:
         int(inside.max(initial=0)),
         (quiet[1] - quiet[0]) / 1e9,
     )
+
+
+def _due(requests: int) -> str:
+    return "1 request was due" if requests == 1 else f"{requests} requests were due"
 
 
 class _Bounds(NamedTuple):
@@ -266,7 +286,7 @@ def _judged(seen: _Seen, found: Recovery, end_ns: int, before: Before, bounds: _
     if len(starts) < LEAST or due_s < 2 * before.window_s:
         many = int(((seen.due >= begun_ns) & (seen.due < end_ns)).sum())
         next_ = "until the next fault" if reason == "next" else "until the load ended"
-        many_due = f"{many} requests were due in the {max(due_s, 0):.3g} s {next_}"
+        many_due = f"{_due(many)} in the {max(due_s, 0):.3g} s {next_}"
         why = f"{many_due}, too few for windows of {before.window_s:g} s"
         return _counted(seen, found._replace(why=why), end_ns)
     hit = bool((~good).any()) or silenced or (found.failed > 0 and before.error_rate == 0)

@@ -1,6 +1,9 @@
 """What every format of a report says of faults: the verdict on each, its evidence, how requests were turned away."""
 
+from functools import partial
+
 from llm_bench import faults, recovery
+from llm_bench.client import CLIENT_LIMITED, LATE
 from llm_bench.recovery import Recovery
 from llm_bench.results import Sheet
 
@@ -9,12 +12,30 @@ TURNED = {"busy": "429", "unavailable": "503", "other_5xx": "other 5xx", "timeou
 TURNED |= {"refused": "refused", "cut": "cut"}
 
 
+# Two times of a recovery agree within so much of the longer one, or so many seconds.
+AGREE, AGREE_S = 0.05, 0.1
+
+
 def recoveries(sheet: Sheet) -> list[Recovery]:
-    """Each fault that was done in a cell, and what became of it; no verdict where this client decided the figures."""
+    """Each fault that was done in a cell, and what became of it; no verdict where this client decided the figures.
+
+    How late this client was with each request is known: a verdict that stands with all of it taken off is given.
+    """
     m = sheet.measured
     limits = [judged.limit for judged in sheet.judged]
-    found = recovery.of(m.cell, m.window, faults.of_end(m.end), limits, str(m.end.get("reason") or ""))
-    return [_of_client(r) for r in found] if sheet.client_limited else found
+    of = partial(recovery.of, m.cell, m.window, faults.of_end(m.end), limits, str(m.end.get("reason") or ""))
+    found = of()
+    if not sheet.client_limited:
+        return found
+    if {doubt.kind for doubt in sheet.doubts} & set(CLIENT_LIMITED) != {LATE}:
+        return [_of_client(r) for r in found]
+    return [r if _agree(r, other) else _of_client(r) for r, other in zip(found, of(lateness=False), strict=True)]
+
+
+def _agree(a: Recovery, b: Recovery) -> bool:
+    if a.verdict != b.verdict or a.after_s is None or b.after_s is None:
+        return a.verdict == b.verdict and a.after_s is b.after_s
+    return abs(a.after_s - b.after_s) <= max(AGREE * max(a.after_s, b.after_s), AGREE_S)
 
 
 def _of_client(r: Recovery) -> Recovery:
@@ -54,8 +75,8 @@ def _evidence(r: Recovery) -> list[str]:
         drained = "never drained" if r.drained_s is None else f"drained after {r.drained_s:.3f} s"
         said.append(f"in the system at most {r.backlog}, {r.before.in_system} before, {drained}")
     if r.attempts > r.requests:
-        said.append(f"{r.attempts} attempts of {r.requests} requests")
-    return said + turned_away(r) + ([r.done.result] if r.done.result and r.done.result != r.why else [])
+        said.append(f"{r.attempts} attempts of {r.requests} request{'s' * (r.requests != 1)}")
+    return said + turned_away(r) + ([r.done.result] if r.done.result and r.done.result not in r.why else [])
 
 
 def turned_away(r: Recovery) -> list[str]:

@@ -33,8 +33,9 @@ from llm_bench.book import Book
 from llm_bench.cell import Cell, Options, cell_name
 from llm_bench.dialects import DIALECTS, TOKEN_ID_ROWS, unsayable
 from llm_bench.errors import BenchError
-from llm_bench.measure import Fleet, Watch, measure
+from llm_bench.measure import Fleet, measure
 from llm_bench.neighbours import Neighbour
+from llm_bench.order import Watch
 from llm_bench.plan import Load
 from llm_bench.request import Request, Trace
 from llm_bench.targets import Target
@@ -110,6 +111,8 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
     for line in _order_in_words(job, options):
         say(line)
     private = {target.name: target.headers for target in job.targets}
+    if job.resume and not (options.out / "run.json").exists():
+        say(f"--resume: {options.out} holds no run yet: one is begun there")
     with ExitStack() as stack:
         book = stack.enter_context(
             closing(Book(options.out, asked(job, options, rows, loads), private, resume=job.resume))

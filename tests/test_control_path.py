@@ -39,3 +39,11 @@ def test_a_part_is_cut_without_a_look_at_the_rest(tmp_path):
     work.close()
     assert len(job.rows) == 100
     assert Counted.looks == 400  # two for the next turn: to walk, and to tell
+
+
+@pytest.mark.parametrize("asked", [("0", "10"), ("5", "4"), ("-1", "9")])
+def test_shards_that_cannot_each_have_a_record_are_refused(asked, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["control_path", "--shards", asked[0], "--records", asked[1]])
+    with pytest.raises(SystemExit, match="2"):
+        control_path.main()
+    assert f"--shards {asked[0]} of --records {asked[1]}: expected 1 or more" in capsys.readouterr().err

@@ -18,10 +18,12 @@ import pytest
 from llm_bench import fault_doing, faults
 from llm_bench.clock import now_ns
 from llm_bench.errors import BenchError, TargetError
-from llm_bench.fault_doing import Net, Trouble, allowing, beside, check
+from llm_bench.fault_doing import Trouble, allowing, beside, check
+from llm_bench.fault_proxy import Net
 from llm_bench.faults import Done, Log, parse
 from llm_bench.targets import Target
-from tests.scripted import Scripted, Seen, http_response
+from tests.bench import bench, rows, trace_file
+from tests.scripted import Script, Scripted, Seen, http_response
 
 QUIET = "http://127.0.0.1:1/v1"
 
@@ -55,12 +57,15 @@ def test_each_fault_is_done_at_its_time_on_the_runs_clock(tmp_path: Path) -> Non
 
 
 def test_what_fails_is_said_and_harms_nothing(tmp_path: Path) -> None:
-    texts = ["0s:POST http://127.0.0.1:1/", "0s:cmd:/no/such/thing", "0s:sh:echo a; echo b >&2; exit 3", "9s:cmd:true"]
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/shell\n")
+    script.chmod(0o755)
+    texts = ["0s:POST http://127.0.0.1:1/", f"0s:cmd:{script}", "0s:sh:echo a; echo b >&2; exit 3", "9s:cmd:true"]
     log = done(tmp_path, texts, target())
     said = {d.what: (d.ok, d.result) for d in log.done}
     assert said["sh:echo a; echo b >&2; exit 3"] == (False, "exit code 3: a b")
     assert said["cmd:true"] == (False, "not done: the cell had ended before")
-    assert said["cmd:/no/such/thing"][1].startswith("FileNotFoundError")
+    assert said[f"cmd:{script}"][1].startswith("FileNotFoundError")
     assert said["POST http://127.0.0.1:1/"][1].startswith("ConnectionRefusedError")
     assert not any(ok for ok, _ in said.values())
     assert [d.begun_ns for d in log.done if d.what == "cmd:true"] == [0]
@@ -85,10 +90,60 @@ def test_a_signal_reaches_its_process(tmp_path: Path) -> None:
             shell.stdout.close()
 
 
+def test_what_was_to_go_on_goes_on_when_the_cell_ends_first(tmp_path: Path) -> None:
+    shell = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    assert shell.stdout
+    try:
+        pid = int(shell.stdout.readline())
+        log = done(tmp_path, [f"0s:signal:STOP:{pid}", f"9s:signal:CONT:{pid}", f"9s:signal:TERM:{pid}"], target())
+        assert {d.what.split(":")[1]: d.ok for d in log.done} == {"STOP": True, "CONT": True, "TERM": False}
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        shell.wait()
+        shell.stdout.close()
+
+
 def test_our_own_process_is_refused_before_any_load() -> None:
     for pid in {os.getpid(), os.getppid()} - {0, 1}:  # a container may have no other parent
         with pytest.raises(BenchError, match="is this run itself"):
             check(parse([f"1s:signal:TERM:{pid}"]), target())
+
+
+def test_what_this_machine_cannot_do_is_refused_before_any_load(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("no program")
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    for text, why in (
+        ("cmd:no-such-program now", "no program 'no-such-program' is found in PATH"),
+        (f"cmd:{tmp_path}/none", f"no program '{tmp_path}/none' is found there"),
+        (f"cmd:{plain}", f"{plain} cannot be executed"),
+        ("sh:kill $(cat pid", "the shell cannot read it"),
+        (f"signal:TERM:{gone.pid}", f"there is no process {gone.pid} on this machine"),
+    ):
+        with pytest.raises(BenchError) as e:
+            check(parse([f"1s:{text}"]), target())
+        assert str(e.value).startswith(f"--fault {f'1s:{text}'!r}: {why}")
+        assert "expected" in str(e.value)
+
+
+def test_another_users_process_is_refused_before_any_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    with pytest.raises(BenchError, match="4711 is another user's"):
+        check(parse(["1s:signal:TERM:4711"]), target())
+
+
+def test_on_the_command_line_that_is_one_sentence_and_nothing_is_sent(tmp_path: Path) -> None:
+    with Scripted(lambda n, seen: [(0, http_response(404, b"{}"))]) as server:
+        ran = bench(server.url, tmp_path, trace_file(tmp_path, rows(3)), "--rate", "9", "--fault", "1s:cmd:no-such a")
+        assert server.requests == []
+    assert ran.rc == 2
+    assert "--fault '1s:cmd:no-such a': no program 'no-such' is found in PATH" in ran.err
+    assert "Traceback" not in ran.err
 
 
 def test_a_key_goes_to_the_targets_own_host_alone_and_is_written_nowhere(tmp_path: Path) -> None:
@@ -121,6 +176,44 @@ def test_a_fault_of_the_engine_is_planted_at_its_own_address(tmp_path: Path) -> 
     assert [d.ok for d in log.done] == [True]
     planted = server.requests[-1]
     assert (planted.method, planted.path, planted.json()) == ("POST", "/fault", {"kind": "stall", "seconds": 2})
+
+
+@pytest.fixture(scope="module")
+def described() -> bytes:
+    """What our engine says of itself."""
+    pytest.importorskip("aiohttp")
+    from reference_engine import openapi, server
+
+    return json.dumps(openapi.document(list(server.ROUTES), 256, 1000)).encode()
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [
+        ("fire", "this engine has no fault 'fire', expected one of oom, memory_pressure, "),
+        ("stall,steep=2", "stall has no field 'steep', expected of at_step, steps, seconds"),
+        ("stall,seconds=-1", "seconds is -1, expected a number from 0 to 600"),
+        ("stall,seconds=long", "seconds is 'long', expected a number"),
+        ("stall,seconds=NaN", "seconds is nan, expected a number"),
+        ("crash,steps=1.5", "steps is 1.5, expected a whole number from 1 to 1e+06"),
+        ("crash,steps=true", "steps is True, expected a whole number"),
+        ("http_error,status=404", "status is 404, expected one of 500, 429, 503, reset"),
+        ("cut_stream,how=hard", "how is 'hard', expected one of rst, fin, half_chunk"),
+    ],
+)
+def test_an_order_that_the_engine_would_refuse_is_refused_before_any_load(
+    tmp_path: Path, described: bytes, order: str, why: str
+) -> None:
+    def answer(_: int, seen: Seen) -> Script:
+        return [(0, http_response(200, described if seen.path == "/openapi.json" else b"{}"))]
+
+    with Scripted(answer) as server:
+        with pytest.raises(BenchError) as e:
+            done(tmp_path, [f"0s:engine:{order}"], target(server.url))
+        assert {seen.method for seen in server.requests} == {"GET"}
+        assert why in str(e.value)
+        good = ["engine:http_error,status=503,share=0.5", "engine:stall,seconds=2", "engine:cut_stream,how=fin,seed=3"]
+        assert all(d.ok for d in done(tmp_path, [f"0s:{text}" for text in good], target(server.url)).done)
 
 
 def test_our_own_engine_serves_faults_where_it_is_to_have_some() -> None:

@@ -80,6 +80,19 @@ def test_times_are_exact_and_faults_are_in_their_order(ms: int) -> None:
         ("30s:net:delay=50", "delay is '50'"),
         ("30s:net:delay=50ms,for=5", "for is '5'"),
         ("30s:net:delay=50ms,5s", "expected for=TIME once"),
+        ("30s:net:delay=50ms,for=0s", "for is '0s', which is no fault"),
+        ("30s:net:delay=0ms", "delay is '0ms', which is no fault"),
+        ("30s:signal:TERM:4194305", "2 or more"),
+        ("30s:cmd:kill $(cat pid)", "$(cat is for a shell, and cmd: has none: expected sh:kill $(cat pid)"),
+        ('30s:cmd:kill "$PID"', "is for a shell"),
+        ("30s:cmd:kill `cat pid`", "is for a shell"),
+        ("30s:cmd:a | b", "| is for a shell"),
+        ("30s:cmd:a && b", "&& is for a shell"),
+        ("30s:cmd:a; b", "a; is for a shell"),
+        ("30s:cmd:a 2>&1", "2>&1 is for a shell"),
+        ("30s:cmd:a >log", ">log is for a shell"),
+        ("30s:cmd:~/stop.sh", "~/stop.sh is for a shell"),
+        ("30s:cmd:A=1 b", "A=1 is for a shell"),
         ("30s:net:stall,for=1s,for=2s", "expected for=TIME once"),
         ("30s:net:stall=3s", "has no value"),
         ("30s:net:bandwidth=0Mbit", "bits a second"),
@@ -96,6 +109,50 @@ def test_what_is_wrong_is_said_with_what_would_be_right(text: str, right: str) -
         parse([text])
     assert str(e.value).startswith("--fault ")
     assert right in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "curl http://h/x?a=1&b=2",
+        "sh -c 'kill $(cat pid); a | b'",
+        "grep '|' a",
+        "find . -exec rm {} \\;",
+        "a --b=c",
+        "a b>c",
+    ],
+)
+def test_a_command_may_hold_what_a_shell_would_not_read(text: str) -> None:
+    assert parse([f"1s:cmd:{text}"])[0].kind == "cmd"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ("2s:net:delay=50ms,for=3s", "4s:net:stall,for=1s", "still lasts then (until 5s)"),
+        ("2s:net:drop", "30s:net:reset", "still lasts then (to the cell's end)"),
+        ("2s:net:reset,for=3s", "4s:net:stall,for=1s", "still lasts then (until 5s)"),
+        ("2s:net:delay=50ms,for=3s", "5s:net:stall,for=1s", ""),
+        ("2s:net:delay=50ms,for=3s", "2s:net:bandwidth=1Mbit,for=3s", ""),
+        ("2s:net:reset", "3s:net:stall,for=1s", ""),
+        ("2s:engine:stall,seconds=9", "3s:net:stall,for=1s", ""),
+    ],
+)
+def test_net_faults_that_overlap_are_refused_in_whichever_order_they_are_typed(
+    first: str, second: str, said: str
+) -> None:
+    for texts in ([first, second], [second, first]):
+        if not said:
+            assert len(parse(texts)) == 2
+            continue
+        with pytest.raises(BenchError) as e:
+            parse(texts)
+        assert str(e.value).startswith(f"--fault {second!r}: {first!r} {said}")
+
+
+def test_three_net_faults_of_which_the_first_outlasts_the_second_are_refused() -> None:
+    with pytest.raises(BenchError, match="still lasts"):
+        parse(["2s:net:delay=50ms,for=9s", "2s:net:bandwidth=1Mbit,for=1s", "4s:net:stall,for=1s"])
 
 
 def test_more_than_can_be_told_apart_are_refused() -> None:

@@ -146,7 +146,8 @@ def test_too_few_pairs_are_refused_with_how_many_are_needed(tmp_path: Path, text
     names = ["ttft_p50", "ttft_p90", "ttft_p95", "ttft_p99", "e2e_p50", "e2e_p90", "e2e_p95", "e2e_p99"][:texts]
     few, enough = BASE[: need - 1], BASE[:need]
     folder = write_arms(tmp_path / "few", {"base": few, "cand": few})
-    with pytest.raises(BenchError, match=f"{need - 1} pairs at rate=100/s, and {texts} tests .* need {need} at least"):
+    of = "1 test needs" if texts == 1 else f"{texts} tests .* need"
+    with pytest.raises(BenchError, match=f"{need - 1} pairs at rate=100/s, and {of} {need} at least"):
         judged(folder, *(f"{name}<=+5%" for name in names))
     folder = write_arms(tmp_path / "enough", {"base": enough, "cand": enough})
     assert judged(folder, *(f"{name}<=+5%" for name in names)).verdict == PASS

@@ -176,6 +176,8 @@ def test_a_load_up_to_the_sum_of_ceilings_is_taken_and_more_is_refused(tmp_path)
     at(1990.0, *[hello()] * 4)
     with pytest.raises(BenchError, match=r"2010/s is 10\d% of what selfcheck found 4 workers to carry, 2000/s"):
         at(2010.0, *[hello()] * 4)
+    with pytest.raises(BenchError, match="510/s is 102% of what selfcheck found 1 worker to carry, 500/s"):
+        at(510.0, hello())
     with pytest.raises(BenchError, match="2 workers"):
         at(900.0, hello(), hello(ceiling=500.0))  # each has half of the plan: the slower one is the limit
     at(5000.0, hello(ceiling=None))  # not known: no refusal, a doubt
@@ -184,6 +186,32 @@ def test_a_load_up_to_the_sum_of_ceilings_is_taken_and_more_is_refused(tmp_path)
     ]
     assert hosts.mean_ceiling([hello(), hello(ceiling=500.0)]) == {"events_per_s": 7500.0, "requests_per_s": 750.0}
     assert hosts.mean_ceiling([hello(), hello(ceiling=None)]) is None
+
+
+def test_a_ramp_is_driven_to_the_sum_of_ceilings_and_ends_above_it_with_what_was_measured(tmp_path, trio):
+    """Three hosts that are known to carry 20 requests/s each, of 10 tokens: 60 in all."""
+    rates = [20.0, 40.0, 59.0, 61.0]
+    hellos = [h._replace(ceiling=hello(ceiling=40.0).ceiling) for h in host_link.greet(trio)]
+    with Scripted(llm_server(lambda n, seen: good(seen, 5))) as server:
+        job = runs.Job(
+            targets.parse(f"t={server.url}", tmp_path / "none.toml", {}),
+            [Load(rate=rate, burstiness=None) for rate in rates],
+            trace_file(tmp_path, rows(30, tokens_out=10)),
+            workers=3,
+            fleet=hosts.fleet(trio, hellos),
+        )
+        with pytest.raises(BenchError, match=r"61/s is 10\d% of what selfcheck found 3 workers to carry, 60/s"):
+            runs.run(job, Options(out=tmp_path / "run"), lambda text: None, lambda text: None)
+        sent = {s.headers["x-request-id"] for s in asked_of(server)}
+    driven = results.load_run(tmp_path / "run").cells
+    assert len(driven) == 3
+    for rate, measured_ in zip(rates, driven, strict=False):
+        cell = measured_.cell
+        assert (cell["outcome"] == "ok").sum() == cell.n == 30
+        assert np.ptp(cell["due_ns"]) == pytest.approx(29e9 / rate, abs=2)
+        assert {row["worker"] for row in measured_.end["hosts"]} == {0, 1, 2}
+        assert measured_.end["ceiling"] == {"events_per_s": 400.0, "requests_per_s": 40.0}
+    assert sent == {name for of in driven for name in of.cell["request_id"]}
 
 
 def test_what_hosts_cannot_do_is_refused_before_any_load(tmp_path):

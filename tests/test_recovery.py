@@ -208,6 +208,27 @@ def test_a_fault_before_the_last_was_over_is_undecided() -> None:
     assert second.after_s == pytest.approx(3.0, abs=0.03)
 
 
+@pytest.mark.parametrize("name", ["CONT", "SIGCONT"])
+def test_what_lets_a_stopped_process_go_on_is_the_end_of_a_fault_and_none_itself(name: str) -> None:
+    c = cell(stalled(6000, 2000))
+    window = Window(ns(0), int(c["due_ns"][-1]) + 1, 0, c.n, "by hand")
+    stop, go_on = (
+        Done(f"signal:{what}:77", "signal", ns(at), ns(at), ns(at), True, "")
+        for what, at in (("STOP", 6000), (name, 8000))
+    )
+    first, second = recovery.of(c, window, log(stop, go_on))
+    assert first.verdict == recovery.RECOVERED
+    assert first.after_s == pytest.approx(2.0, abs=0.03)
+    assert second.verdict == recovery.NO_EFFECT
+    gone = recovery.of(c, window, log(stop, go_on), reason="target gone")
+    assert [found.verdict for found in gone] == [recovery.NOT_RECOVERED] * 2
+
+
+def test_one_is_one() -> None:
+    rows = load(lambda i, due: answered(i, due, BASE))
+    assert "1 request was due in the 0.07 s before it" in only(rows, done(70)).why
+
+
 def test_a_few_slow_requests_after_it_do_not_undo_a_recovery() -> None:
     rows = stalled(6000, 2000)
     rows[600:610] = [answered(i, i * GAP, 10 * BASE) for i in range(600, 610)]
