@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test fuzz lint types docs size env clean test-engines test-pages
-.PHONY: bench-engines test-ray bench-engine gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
+.PHONY: bench-engines bench-recovery test-ray bench-engine gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
 
@@ -74,6 +74,9 @@ samples: .venv/.client     ## the samples in traces/, the workloads from their m
 
 bench-engine: .venv/.dev   ## our engine beside llama.cpp on this CPU; VLLM=ENV adds vLLM; writes reports/engine/
 	$(BIN)/python -m bench.engine $(if $(VLLM),--vllm $(VLLM)) --out reports/engine
+
+bench-recovery: .venv/.dev ## recovery times scripted and found, a kind of fault a row; writes reports/recovery/
+	$(BIN)/python -m bench.recovery --out reports/recovery
 
 test-ray: .venv/.dev       ## shards as Ray actors, on a local Ray
 	$(PIP) --constraint constraints.txt --editable '.[ray]'

@@ -40,7 +40,9 @@ NEAR_TOKENS = 2  # of the prompt: engines split the same text in slightly differ
 WAVES = {1: 4, 8: 2, 32: 2}  # requests of a cell, in multiples of its concurrency
 START_LIMIT_S, CELL_LIMIT_S = 300, 600
 SAMPLE_S = 0.05
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 TICKS = os.sysconf("SC_CLK_TCK")
+MATRIX_BYTES = 4 * (16 << 10) * (1 << 10)  # of the probe: float32
 QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -105,10 +107,21 @@ class Probe(NamedTuple):
     gemm_flop_per_s: float
 
 
+def cache_bytes() -> int:
+    """Of this processor's largest cache; 0 if the machine does not say."""
+    said = [path.read_text().strip() for path in CACHES.glob("index*/size")]
+    return max((int(size.removesuffix("K")) * 1024 for size in said), default=0)
+
+
+def probe_matrices(cache: int) -> int:
+    """So many of 64 MiB are read in turn that none is still in a cache of so many bytes when its turn comes again."""
+    return max(4, -(-2 * cache // MATRIX_BYTES))
+
+
 def probe() -> Probe:
-    """The best of a few products each; the vectors go through 256 MB, more than caches hold."""
+    """The best of a few products each; the vectors go through twice what the largest cache holds."""
     torch.set_num_threads(1)
-    matrices, vector = torch.ones(4, 16 << 10, 1 << 10), torch.ones(1 << 10)
+    matrices, vector = torch.ones(probe_matrices(cache_bytes()), 16 << 10, 1 << 10), torch.ones(1 << 10)
     square = torch.ones(1024, 1024)
 
     def best(work: Callable[[int], object], times: int) -> float:
@@ -119,7 +132,7 @@ def probe() -> Probe:
             spent.append(time.process_time() - begun)
         return min(spent)
 
-    gemv_s = best(lambda i: torch.mv(matrices[i % 4], vector), 12)
+    gemv_s = best(lambda i: torch.mv(matrices[i % len(matrices)], vector), 3 * len(matrices))
     gemm_s = best(lambda i: torch.mm(square, square), 6)
     return Probe(matrices[0].numel() * 4 / gemv_s, 2 * 1024**3 / gemm_s)
 

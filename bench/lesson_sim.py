@@ -116,3 +116,14 @@ def simulate(config: EngineConfig, arrivals: Iterable[Arrival]) -> Ran:
         preemptions=counts.preemptions,
         hits=counts.prefix_hits / counts.prefix_queries if counts.prefix_queries else 0.0,
     )
+
+
+def p(values: np.ndarray, percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
+def said(seconds: float) -> str:
+    """Three digits, in the unit that suits."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"

@@ -17,25 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import lesson_page
+from bench import lesson_cap, lesson_page
 from bench.lesson_page import Lesson, Panel
-from bench.lesson_sim import ABOUT, BASE, LOAD, Ran, chat, rng, simulate
+from bench.lesson_sim import ABOUT, BASE, LOAD, Ran, chat, p, rng, said, simulate
 from reference_engine.config import EngineConfig
 from reference_engine.cost_model import PROFILES, Load, costs_of
 from reference_engine.virtual import Arrival
 
 GIB = 2**30
-
-
-def p(values: np.ndarray, percent: float) -> float:
-    return float(np.percentile(values, percent))
-
-
-def said(seconds: float) -> str:
-    """Three digits, in the unit that suits."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
 def _lines(
@@ -390,6 +379,7 @@ LESSONS: dict[str, Callable[[], Lesson]] = {
     "kv-share": kv_share,
     "precision": precision,
     "chunked-prefill": chunked_prefill,
+    "prefill-cap": lesson_cap.prefill_cap,
     "prefix-cache": prefix_cache,
     "priorities": priorities,
 }

@@ -20,7 +20,7 @@ from bench.row import Claim, Pair, Rival, Work
 HOME = Path(tempfile.gettempdir()) / "rivals"
 SCRIPTS = Path(__file__).parent
 MODEL = "bench"  # the null target answers to any name; guidellm reads "null" as JSON
-_INSTALL_LIMIT_S = 600
+_INSTALL_LIMIT_S = 1800
 
 
 # ---- aiperf: processes over ZeroMQ, aiohttp

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from llm_bench import exchange as ends
 from llm_bench.exchange import Exchange
 from llm_bench.framing import FRAMINGS
-from llm_bench.protocol import NOTHING, Chunk, Comes, Delta, Dialect, Usage, plain_reader
+from llm_bench.plain import plain_reader
+from llm_bench.protocol import NOTHING, Chunk, Comes, Delta, Dialect, Usage
 
 REJECTED = (429, 503)
 SHOWN_BYTES = 300  # of a body, in an error's text
@@ -266,18 +267,16 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     else:
         body = b"".join(exchange.pieces)
         stamped, comments, leftover, names = [(0, body)] if body else [], 0, b"", {}
-    plain = plain_reader(dialect)
-    stamps: list[int] = []  # of plain events since the last other one, and their texts
-    texts: list[str] = []
-    for place, (ns, data) in enumerate(stamped):
-        text = plain(data) if is_stream else None
-        if text is not None:
-            stamps.append(ns)
-            texts.append(text)
-            continue
-        if texts:
-            tally.add_plain(stamps, texts)
-            stamps, texts = [], []
+    texts_from, events = plain_reader(dialect), [data for _, data in stamped]
+    place = 0
+    while place < len(stamped):
+        if is_stream and (texts := texts_from(events, place)):
+            end = place + len(texts)
+            tally.add_plain([ns for ns, _ in stamped[place:end]], texts)
+            place = end
+            if place == len(stamped):
+                break
+        ns, data = stamped[place]  # not plain: there their run ended
         try:
             chunk = dialect.decode(data)
         except ValueError as e:
@@ -288,8 +287,7 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
         if names.get(place) == "error" and not chunk.error:  # said by the event's name alone
             chunk = chunk._replace(error=_shown(data, SHOWN_BYTES) or "an error event without data")
         tally.add(ns, chunk)
-    if texts:
-        tally.add_plain(stamps, texts)
+        place += 1
     if comes.of_headers is not None and not is_stream:  # after the body: its token would make the head's usage stale
         tally.add(0, comes.of_headers(exchange.headers))
     return _Body(tally, is_stream, comments, leftover, garbage)

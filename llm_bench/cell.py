@@ -11,6 +11,7 @@ import numpy as np
 from llm_bench import answer, arms, plan, prompts, selection, targets
 from llm_bench.answer import Answer
 from llm_bench.arms import Place, Rounds
+from llm_bench.bodies import Asked
 from llm_bench.exchange import Exchange, Timeouts
 from llm_bench.flights import Flight
 from llm_bench.plan import Load
@@ -130,7 +131,7 @@ class Cell:
         self._ids = None if exact is None else exact.ids
         if exact is not None:
             # What the probe cost beyond its own text is the target's template, which a tokenizer cannot know.
-            self._sizer = replace(exact.sizer, template=max(0, round(found.base_tokens - exact.sizer.base)))
+            self._sizer = replace(exact.sizer, template=found.template(exact.count))
             self._count_tokens = exact.count
         self._hide = targets.hider(target)
         self._hashes = [0] * len(self.requests)
@@ -142,6 +143,9 @@ class Cell:
     def load_facts(self) -> dict[str, Any]:
         facts = {"kind": self.load.kind, "label": self.load.label, **asdict(self.load)}
         return facts | {"warmup": self.options.warmup, "duration_s": self.options.duration_s}
+
+    def sharing(self) -> dict[str, Any]:
+        return plan.sharing(self.requests, self._salts)
 
     def round_facts(self) -> dict[str, Any]:
         """What a header says of a cell in a run of several rounds: cells of one pair have one `work_hash`."""
@@ -170,7 +174,7 @@ class Cell:
     def next_payload(self, index: int, previous: Exchange) -> bytes:
         """A turn that holds the server's own last answer; its making is in `lag`, and is why it is not made before."""
         before = self._said.pop(self._before[index])
-        said = self._read(before, previous).text
+        said = self._read(self._asked(before), previous).text
         new = self._filled(index, self.requests[index])
         if not self.dialect.takes.chat:
             filled = replace(new, prompt=f"{_text(before)}{said}\n{_text(new)}", messages=None)
@@ -236,8 +240,10 @@ class Cell:
 
     # ---- what became of it
 
-    def _read(self, request: Request, exchange: Exchange) -> Answer:
-        asked = self.dialect.takes.asked(request, self.found.ask)
+    def _asked(self, request: Request) -> Asked:
+        return self.dialect.takes.asked(request, self.found.ask)
+
+    def _read(self, asked: Asked, exchange: Exchange) -> Answer:
         return answer.read(
             exchange,
             self.dialect,
@@ -253,7 +259,7 @@ class Cell:
     def record(self, flight: Flight) -> Record:
         """The Record of a request that has ended, or was dropped; counts it."""
         index, request, tried = flight.index, self.requests[flight.index], flight.tried
-        asked_out = self.dialect.takes.asked(request, self.found.ask).out
+        asked = self._asked(request)
         record = Record(
             index=index,
             request_id=f"{self._request_ids}{index}",
@@ -261,21 +267,21 @@ class Cell:
             due_ns=flight.due_ns,
             ready_ns=flight.ready_ns,
             planned_in=request.tokens_in or -1,
-            asked_out=-1 if asked_out is None else asked_out,
+            asked_out=-1 if asked.out is None else asked.out,
             priority=request.priority,
             turn=request.turn,
             session=request.session,
             request_class=request.request_class,
         )
         if tried is not None:
-            self._fill(record, request, tried)
+            self._fill(record, asked, tried)
         self.counts[record.outcome] += 1
         self.tokens += record.tokens_out if record.outcome == "ok" else 0
         return record
 
-    def _fill(self, record: Record, request: Request, tried: Tried) -> None:
+    def _fill(self, record: Record, asked: Asked, tried: Tried) -> None:
         exchange, first = tried.exchange, tried.first
-        got = self._read(request, exchange)
+        got = self._read(asked, exchange)
         record.sent_ns, record.connect_ns = exchange.sent_ns, exchange.connect_ns
         record.first_byte_ns, record.end_ns = exchange.first_byte_ns, exchange.end_ns
         record.bytes_in, record.bytes_out = exchange.bytes_in, exchange.bytes_out

@@ -154,7 +154,7 @@ def check(
     """
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from llm_bench import probe, probe_report, prompts, scoring_ask
     from llm_bench import targets as known
@@ -174,13 +174,15 @@ def check(
             if agree:
                 say(f"{target.name}: scoring the bundled text")
                 scored.append((target.name, scoring_ask.ask(target, found[-1][1].model)))
-    table = Table("", *(escape(target.name) for target, _ in found))
+    # Folded: a URL or a version that a narrow column cuts short would be another one.
+    table = Table(*(Column(escape(name), overflow="fold") for name in ("", *(target.name for target, _ in found))))
     for row in probe_report.side_by_side(found):
         table.add_row(*map(escape, row))
     console = Console()
     with console.capture() as shown:
         console.print(table)
-    lines = probe_report.agreement_lines(found) + probe_report.scoring_lines(scored) if agree else []
+    lines = [f"note of {line}" for line in probe_report.note_lines(found)]
+    lines += probe_report.agreement_lines(found) + probe_report.scoring_lines(scored) if agree else []
     terminal.show(shown.get() + "".join(f"{line}\n" for line in lines))
 
 

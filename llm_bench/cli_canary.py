@@ -139,7 +139,9 @@ def canary(
             raise BenchError(f"--rule {one.text!r}: {one.metric.name} needs the limits of --slo")
     tests = len(asked) * len(loads)
     if pairs < (needed := required(tests)):
-        raise BenchError(f"--pairs {pairs}: expected {needed} or more: fewer cannot decide {tests} tests at 0.05")
+        raise BenchError(
+            f"--pairs {pairs}: expected {needed} or more: fewer cannot decide {tests} test{'s' * (tests != 1)} at 0.05"
+        )
     if resume and out is None:
         raise BenchError("--resume: give the canary's folder with --out, and what it was begun with")
     arms = known.parse(f"{_named(base, 'base')},{_named(candidate, 'candidate')}", targets_file, given(context.params))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 NO_GAUGE = np.zeros((0, 2), np.int64)
 
@@ -73,6 +72,8 @@ class Cell:
 
     def labelled(self, label: str) -> np.ndarray:
         """Mask (n,) of the requests that bear a label."""
+        import pyarrow.compute as pc  # of reports only: a load need not wait for it
+
         lists = self.table["labels"].combine_chunks()
         bear = np.zeros(self.table.num_rows, bool)
         bear[pc.list_parent_indices(lists).to_numpy()[pc.equal(pc.list_flatten(lists), label).to_numpy(False)]] = True

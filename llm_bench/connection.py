@@ -95,6 +95,7 @@ class Connection(asyncio.Protocol):
         self._phase_limit: tuple[str, float | None] = (TTFT_TIMEOUT, None)
         self._cancel_after_s: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
+        self._rings_ns = float("inf")  # when: no later than the first limit of the exchange in flight
 
     def ask(self, message: bytes, exchange: Exchange, cancel_after_s: float | None) -> "asyncio.Future[None]":
         """Write a whole request; the future is done when `exchange` has ended."""
@@ -168,6 +169,8 @@ class Connection(asyncio.Protocol):
             self.end(CLOSED)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         if self in self._pool.idle:
             self._pool.idle.remove(self)
             self._pool.lost += 1
@@ -208,9 +211,6 @@ class Connection(asyncio.Protocol):
             return
         self._exchange = None
         self._pool.busy.discard(self)
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
         response = self._response
         response.let_go()
         exchange.status, exchange.headers, exchange.chunk_ends = response.status, response.headers, response.ends
@@ -270,7 +270,8 @@ class Connection(asyncio.Protocol):
             self._look = None
             self._phase_limit = (TTFT_TIMEOUT, None)
 
-    # ---- limits: one alarm a request, which looks again when a read has moved its time
+    # ---- limits: one alarm a connection, which looks again where its time has moved. It rings at the time of the limit
+    # that comes first, or earlier: to move it at each request, and each first token, would cost as much as a read.
 
     def _due(self) -> tuple[float, str, float]:
         """(ns, how it would end, its limit in s) of the limit that comes first; inf when there is none."""
@@ -290,13 +291,16 @@ class Connection(asyncio.Protocol):
         )
 
     def _set_alarm(self) -> None:
+        due_ns = self._due()[0]
+        if due_ns >= self._rings_ns:
+            return
         if self._alarm is not None:
             self._alarm.cancel()
-        due_ns = self._due()[0]
-        wait_s = max(0.0, (due_ns - now_ns()) / 1e9)
-        self._alarm = None if due_ns == float("inf") else self._loop.call_later(wait_s, self._ring)
+        self._rings_ns = due_ns
+        self._alarm = self._loop.call_later(max(0.0, (due_ns - now_ns()) / 1e9), self._ring)
 
     def _ring(self) -> None:
+        self._alarm, self._rings_ns = None, float("inf")
         if self._exchange is None:
             return
         due_ns, kind, limit_s = self._due()

@@ -7,6 +7,7 @@ said, and only the last chunk proves that it is whole. What a handler reads is i
 (https://docs.ray.io/en/latest/serve/tutorials/streaming.html).
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import orjson
@@ -18,14 +19,21 @@ from llm_bench.protocol import (
     Comes,
     Delta,
     Dialect,
+    Listed,
+    Loaded,
+    Management,
     Site,
     Takes,
     Usage,
     bears_token,
     count_in,
     failed,
+    held,
     in_words,
     json_of,
+    list_of,
+    named,
+    object_of,
     text_in,
 )
 from llm_bench.request import Request
@@ -88,12 +96,44 @@ def _row(api: str, path: str, takes: Takes, site: Site, tried: str = "") -> Dial
     )
 
 
+# TorchServe's management API: https://pytorch.org/serve/management_api.html, as 0.12 answers.
+
+
+def _listed(body: bytes) -> list[Listed]:
+    models = json_of(body).get("models")
+    names = [row.get("modelName") for row in models if isinstance(row, dict)] if isinstance(models, list) else []
+    return [Listed(name) for name in names if isinstance(name, str)]
+
+
+def _loaded(body: bytes) -> Loaded | None:
+    """The default version, which comes first and alone."""
+    try:
+        (page, *_) = map(partial(object_of, what="model"), list_of(orjson.loads(body), "models"))
+        workers = [object_of(worker, "worker").get("status") for worker in list_of(page.get("workers"), "workers")]
+        most = max(count_in(page, "minWorkers"), len(workers))
+        return Loaded(text_in(page, "modelVersion"), workers.count("READY"), most, max(count_in(page, "batchSize"), 1))
+    except ValueError:  # of unpacking too
+        return None
+
+
+def _about(page: JsonObject) -> Mapping[str, str]:
+    try:
+        return named(held(page, "info"), {"version": "engine_version"})
+    except ValueError:
+        return {}
+
+
 ROWS = {
     "torchserve": _row(
         "torchserve",
         "/predictions/{model}",
         Takes("prompt", model="path"),
-        Site(ready="/ping", is_ready=lambda body: json_of(body).get("status") == "Healthy"),
+        Site(
+            ready="/ping",
+            is_ready=lambda body: json_of(body).get("status") == "Healthy",
+            about=(("/api-description", _about),),
+            managed=Management(8081, "/models", _listed, "/models/{model}", _loaded),
+        ),
         "TorchServe 0.12",
     ),
     # The target's URL is the app's route, whatever it is; the proxy's own pages are at the origin.

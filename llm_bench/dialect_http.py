@@ -78,6 +78,7 @@ EXAMPLE = {
     "usage_out": "usage.completion_tokens",
     "error": "error.message",
 }
+Render = Callable[[Mapping[str, Any]], str]  # of the values that a template names
 _HARD = 'a "quoted" word,\na new line and a \\'  # a prompt that shows where a template forgets `tojson`
 
 
@@ -141,7 +142,7 @@ class _Any(dict[str, Any]):
         return 1
 
 
-def compiled(template: str) -> tuple[Callable[[Mapping[str, Any]], str], frozenset[str]]:
+def compiled(template: str) -> tuple[Render, frozenset[str]]:
     """(values -> the text, the names that it needs). Raises ValueError for what is no template of VALUES."""
     from jinja2 import StrictUndefined, TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -178,7 +179,7 @@ def _prompt(request: Request) -> str:
     return "\n".join(content if isinstance(content, str) else in_words(content) for content in contents)
 
 
-def _encode(render: Callable[[Mapping[str, Any]], str], names: frozenset[str], request: Request, ask: Ask) -> bytes:
+def _encode(render: Render, names: frozenset[str], request: Request, ask: Ask) -> bytes:
     if request.body is not None:
         raise BenchError(f"line {request.line}: http has bodies by its template, and takes no captured one")
     try:
@@ -280,7 +281,10 @@ def _path(text: str) -> tuple[str, ...]:
 
 def row(table: Mapping[str, Any]) -> Dialect:
     """The protocol that a target's table words. Raises ValueError as `check` does, but tries no body."""
-    render, names = compiled(table["body"])
+    return _row(table, *compiled(table["body"]))
+
+
+def _row(table: Mapping[str, Any], render: Render, names: frozenset[str]) -> Dialect:
     event, done = table.get("event", WHOLE), table.get("done", "")
     text = _path(table.get("text", ""))
     said = Said(
@@ -319,4 +323,7 @@ def row(table: Mapping[str, Any]) -> Dialect:
     )
 
 
-ROWS = {"http": row(EXAMPLE)}
+# A row for what is the same in every table. Its template is compiled when it is used: a target that speaks another
+# protocol need not wait for jinja2.
+_EXAMPLE_NAMES = frozenset(("model", "prompt", "max_tokens", "stream"))
+ROWS = {"http": _row(EXAMPLE, lambda values: compiled(EXAMPLE["body"])[0](values), _EXAMPLE_NAMES)}

@@ -137,7 +137,7 @@ def _split(data: bytes) -> tuple[JsonObject, int]:
     return object_of(orjson.loads(data[:end]), "answer"), len(data) - end
 
 
-_SITE = TRITON["triton-generate"].site._replace(described=("/v2/models/{model}", described))
+_SITE = TRITON["triton-generate"].site._replace(described=("/v2/models/{model}", described), speaks=bool)
 _TAKES = Takes("inputs", model="path", asked=no_length)
 _COMES = Comes(streams=False, single_pass=True, of_headers=of_headers)
 

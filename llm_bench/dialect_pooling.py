@@ -56,11 +56,12 @@ _HEADERS = {b"x-queue-time": "server_queue_ms", b"x-inference-time": "server_pre
 _TIMING = {"queue": "server_queue_ms", "compute": "server_prefill_ms", "inference": "server_prefill_ms"}
 _NUMBER = re.compile(r"\d{1,10}(?:\.\d{1,10})?")
 _PART = re.compile(r"([\w-]+)\s*;\s*dur=(\d{1,10}(?:\.\d{1,10})?)", re.A)  # https://www.w3.org/TR/server-timing
+BATCH = b"x-batch-size"  # of the bundled engine: inputs that were computed at once
 COMPUTED = b"x-compute-tokens"  # TEI's: of all texts of the request, padding left out
 
 
 def of_headers(headers: Headers) -> Chunk:
-    """The server's own times, by TEI's headers or a Server-Timing; the one pass over the input is its prefill."""
+    """The server's own times, by TEI's headers or a Server-Timing, and its batch; the one pass is its prefill."""
     ms: dict[str, float] = {}
     usage = None
     for name, value in headers:
@@ -69,8 +70,11 @@ def of_headers(headers: Headers) -> Chunk:
             ms |= {_TIMING[part]: float(dur) for part, dur in _PART.findall(text) if part in _TIMING}
         elif name in _HEADERS and _NUMBER.fullmatch(text):
             ms[_HEADERS[name]] = float(text)
-        elif name == COMPUTED and text.isascii() and text.isdigit() and 0 < len(text) < 10:
-            usage = Usage(int(text))
+        elif name in (COMPUTED, BATCH) and text.isascii() and text.isdigit() and 0 < len(text) < 10:
+            if name == COMPUTED:
+                usage = Usage(int(text))
+            elif int(text):
+                ms["server_batch"] = float(text)
     return Chunk(usage=usage, server_ms=ms)
 
 

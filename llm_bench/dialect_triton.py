@@ -128,7 +128,12 @@ def _about(page: JsonObject) -> Mapping[str, str]:
     return {"engine_version": f"{name} {version}"} if isinstance(name, str) and isinstance(version, str) else {}
 
 
-_SITE = Site(models="POST /v2/repository/index", listed=_listed, about=(("/v2", _about),))
+_SITE = Site(
+    models="POST /v2/repository/index",
+    listed=_listed,
+    about=(("/v2", _about),),
+    speaks=lambda page: page.get("name") == "triton",  # others of KServe's servers have no generate extension
+)
 
 ROWS = {
     "triton-generate": Dialect(

@@ -22,10 +22,10 @@ from llm_bench import (
     dialect_triton,
 )
 from llm_bench.bodies import Ask
-from llm_bench.protocol import Chunk, Delta, Dialect, Usage, plain_reader
+from llm_bench.protocol import Chunk, Delta, Dialect, Usage
 from llm_bench.request import Request
 
-__all__ = ["DIALECTS", "Ask", "Chunk", "Delta", "Dialect", "Usage", "plain_reader", "spoken", "unsayable"]
+__all__ = ["DIALECTS", "Ask", "Chunk", "Delta", "Dialect", "Usage", "spoken", "unsayable"]
 
 # name -> how it is spoken
 DIALECTS: dict[str, Dialect] = {

@@ -36,14 +36,17 @@ _MODEL_PAGE = _Page("ModelMetadata", model_metadata)
 class GrpcPages(httpx.BaseTransport):
     """`url` is the target's; `headers` go as metadata. Raises BenchError as GrpcWire does."""
 
-    def __init__(self, url: str, headers: Sequence[tuple[str, str]], cafile: str = "") -> None:
+    def __init__(
+        self, url: str, headers: Sequence[tuple[str, str]], cafile: str = "", certificate: str = "", key: str = ""
+    ) -> None:
         grpc = grpc_wire.library()
         address, secure = grpc_wire.address_of(url)
         args = grpc_wire.options(None)
         self._grpc, self._url = grpc, url
         self._metadata = grpc_wire.metadata_of(headers)
         if secure:
-            self._channel = grpc.secure_channel(address, grpc_wire.credentials(cafile), args)
+            trust = grpc_wire.credentials(cafile, certificate, key)
+            self._channel = grpc.secure_channel(address, trust, args)
         else:
             self._channel = grpc.insecure_channel(address, args)
 

@@ -30,7 +30,7 @@ from llm_bench.shards import Board, Part, SharedSlots
 from llm_bench.transport import TRANSPORTS
 
 PIECE = 8 << 20  # bytes of the plan that are sent at once
-FILES = ("tokenizer", "cafile")  # of a Target: paths of this machine, whose content is sent
+FILES = ("tokenizer", "cafile", "cert", "key")  # of a Target: paths of this machine, whose content is sent
 _BEGUN, _TOLD = 1, 2  # in PartBoard.taken; 0: not due yet
 _OF_A_ROW = ("requests", "_numbers", "_salts", "_hashes")  # of a Cell: one for each of its requests
 _MADE_THERE = ("dialect", "_frame", "_hide", "_count_tokens", "due_ns")  # what cannot, or need not, be sent

@@ -1,7 +1,9 @@
 """A target that does not answer as its protocol would: one sentence that names the mistake and what is right."""
 
+import re
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -14,13 +16,23 @@ from llm_bench.protocol import json_of
 from llm_bench.targets import Target
 
 SHOWN = 5  # of many models' names, in a sentence
+_PAGE_BYTES = 1000
 GUESSES_S = 5.0  # all of them together
 _NOT_THERE = (404, 405, 501)
-_TLS = {
+_TLS = {  # OpenSSL's words
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted ({}); name its authority with --ca FILE, or believe "
     "any with --insecure",
     "WRONG_VERSION_NUMBER": "it speaks no TLS; http:// in place of https:// would be right",
 }
+# The server's own word for why it ended a handshake, as OpenSSL has it and as gRPC's BoringSSL. What it says of no
+# certificate and of a wrong one differs from server to server: TLS 1.2 has one word for any handshake it refuses.
+_ALERT = re.compile(r"(?:ALERT|TLSV1)_(?!ALERT)(\w+)")
+_OF_CERTIFICATES = re.compile("certificate|handshake failure|unknown ca")
+_NO_CERTIFICATE = "it asks for a client certificate; name its files by `cert` and `key` of its table in targets.toml"
+_WRONG_CERTIFICATE = "it refused the client certificate of `cert` ({}); give one that its authority has signed"
+_PAGE = re.compile(rb"SSL certificate (was sent|error)")  # nginx's
+_CLOSED = re.compile("UNEXPECTED_EOF|disconnected without|Connection reset|Socket closed")  # OpenSSL, HTTP, TCP, gRPC
+_NO_HANDSHAKE = "it ended the TLS handshake ({}); correct the URL"
 
 
 def some(names: list[str]) -> str:
@@ -37,11 +49,48 @@ def of_key(target: Target, status: int) -> str:
 
 def of_tls(target: Target, e: Exception) -> str:
     """Of a handshake that will fail for ever; "" for what may pass."""
-    for word, said in _TLS.items():
-        if word in str(e):
-            why = str(e).rpartition("certificate verify failed: ")[2].partition(" (_ssl")[0]
-            return f"target {target.name}: {target.url}: " + said.format(why)
-    return ""
+    text = str(e)
+    said = next((said for word, said in _TLS.items() if word in text), "")
+    why = text.rpartition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+    if not said and (alert := _ALERT.search(text)):
+        why = alert[1].lower().replace("_", " ")
+        certificates = _WRONG_CERTIFICATE if target.cert else _NO_CERTIFICATE
+        said = certificates if _OF_CERTIFICATES.search(why) else _NO_HANDSHAKE
+    return f"target {target.name}: {target.url}: {said.format(why)}" if said else ""
+
+
+def of_page(target: Target, body: bytes) -> str:
+    """Of a page that a server sends where it wants another client certificate; "" for any other page."""
+    if not _PAGE.search(body[:_PAGE_BYTES]):
+        return ""
+    said = _WRONG_CERTIFICATE if target.cert else _NO_CERTIFICATE
+    return f"target {target.name}: {target.url}: {said.format('by a page that says so')}"
+
+
+def of_name(target: Target, models: list[str]) -> str:
+    """Of a model that requests cannot name, under another name than its server's; "" where a part of it is the same.
+
+    Its answers would be reported as another model's.
+    """
+    said = target.model.lower()
+    if not said or not models or any(said in name.lower() or name.lower() in said for name in models):
+        return ""
+    return (
+        f"target {target.name}: model {target.model!r} is not what {target.url} serves, {some(models)}, and a request "
+        f"of {target.api} names none; leave --model out, or give the server's name for it"
+    )
+
+
+def of_close(target: Target, why: str) -> str:
+    """What is added where a server of TLS ends each connection without an alert, as asyncio's do; "" elsewhere."""
+    if not target.url.startswith("https") or not _CLOSED.search(why):
+        return ""
+    likely = (
+        "the client certificate of `cert` is not one of its authority's"
+        if target.cert
+        else ("a client certificate is asked for: `cert` and `key` of its table in targets.toml")
+    )
+    return f"; it closes without a word, as where {likely}"
 
 
 def of_list(client: httpx.Client, target: Target, status: int, body: bytes) -> str:
@@ -84,30 +133,39 @@ def _found(status: int, body: bytes) -> str:
 
 
 def _right(target: Target) -> str:
-    base = DIALECTS[target.api].site.base
-    if base:
-        return f"that of an OpenAI-compatible server ends in {base}"
-    return f"that of a {target.api} server is what stands before {DIALECTS[target.api].path or 'no path: its route'}"
+    """What a URL of the target's protocol looks like, by the one that was given."""
+    row = DIALECTS[target.api]
+    parts = urlsplit(target.url)
+    origin = f"{parts.scheme}://{parts.netloc}"
+    what = f"{'an' if target.api[0] in 'aeio' else 'a'} {target.api} URL"
+    if row.transport == "grpc":
+        return f"{what} is its gRPC port and no path, such as {origin}"
+    if row.site.base:
+        return f"{what} ends in {row.site.base}, such as {origin}{row.site.base}"
+    if not row.path:
+        return f"{what} is the whole address that requests are sent to, such as {origin}/ROUTE"
+    return f"{what} is all that stands before {row.path}, such as {origin}"
 
 
 def guess(client: httpx.Client, target: Target) -> str:
     """As which other protocol, or where else, the same server would answer; "" where none is found."""
     deadline_s = time.monotonic() + GUESSES_S
-    tried: set[str] = set()
+    seen: dict[str, bytes] = {}  # address -> body of an answer 2xx, or b""
     for name, row in DIALECTS.items():
         url = targets.root_of(target.url) + row.site.base
         address, says = _sign(name, url)
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            break
-        if address in tried or (name == target.api and url == target.url):
+        if name == target.api and url == target.url:
             continue
-        tried.add(address)
-        try:
-            status, body = talk.page(client, "GET", address, left_s)
-        except httpx.HTTPError:
-            continue
-        if status // 100 == 2 and says(body):
+        if address not in seen:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            try:
+                status, body = talk.page(client, "GET", address, left_s)
+            except httpx.HTTPError:
+                status, body = 0, b""
+            seen[address] = body if status // 100 == 2 else b""
+        if seen[address] and says(seen[address]):
             return f"; it answers as --api {name} would at {url}"
     return ""
 
@@ -119,4 +177,9 @@ def _sign(api: str, url: str) -> tuple[str, Callable[[bytes], object]]:
     if method == "GET":
         return address, site.listed if site.models else site.is_ready
     path, read = site.about[0]
-    return targets.root_of(url) + path, lambda body: read(json_of(body))
+
+    def says(body: bytes) -> bool:
+        page = json_of(body)
+        return bool(read(page)) and site.speaks(page)
+
+    return targets.root_of(url) + path, says

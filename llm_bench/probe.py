@@ -8,20 +8,23 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from llm_bench import answer, clock, mistaken, pins, talk, targets
+from llm_bench import answer, clock, mistaken, pins, probe_management, probe_prompts, talk, targets
 from llm_bench.bodies import Ask, Asked
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
+from llm_bench.framing import FRAMINGS
 from llm_bench.printable import clean
-from llm_bench.prompts import Sizer, probe_text
-from llm_bench.protocol import json_of, path_for
+from llm_bench.probe_prompts import Prompts
+from llm_bench.prompts import Sizer
+from llm_bench.protocol import Dialect, json_of, path_for
 from llm_bench.request import Request
 from llm_bench.targets import Target
 
 Say = Callable[[str], None]
 
 PINNED_PROBE_TOKENS = 32  # asked of prompts whose natural answer is one word
+_FEW = 8  # tokens, where only the events' shape is asked
 RTT_PROBES = 20
 RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep anyone waiting
 PAGE_S = 10.0  # for a page about a model
@@ -65,16 +68,30 @@ class Probe(NamedTuple):
     agreement_tokens: Sequence[int] = ()  # what those prompts cost, template included
     answers: Sequence[str] = ()  # the same answers as text; not stored
     told: Mapping[str, str] = {}  # of pins.FACTS, what the server says
+    sized: bool = True  # are base_tokens and tokens_per_word the target's own count? Else it reports none
+    prompts: Sequence[tuple[str, int]] = ()  # texts that were sent, and the tokens that each cost; not stored
+    prefix_cache: str = ""  # on, off or undecided; "": not asked, as of a single pass
+    prefix_cache_seen: str = ""  # what says so
+    continuous_usage: str = ""  # the usage in each event of a stream: a word of CONTINUOUS; "": nothing is streamed
+    workers: str = ""  # that serve the model, where a management port tells
 
     def public(self) -> dict[str, Any]:
         ask = {**self.ask._asdict(), "extra": dict(self.ask.extra)}
         facts = self._asdict() | {"ask": ask, "models": self.models[:MODELS_KEPT], "told": dict(self.told)}
-        del facts["answers"]
+        del facts["answers"], facts["prompts"]
         return facts
 
     @property
     def sizer(self) -> Sizer:
         return Sizer(self.base_tokens, self.tokens_per_word)
+
+    def template(self, count: Callable[[str], int]) -> int:
+        """Tokens that the target puts around a text, where its tokenizer counts the text itself.
+
+        Not by `base_tokens`: where words do not all cost the same, that is off by one.
+        """
+        beyond = sorted(tokens - count(text) for text, tokens in self.prompts)
+        return max(0, beyond[len(beyond) // 2]) if beyond else 0
 
 
 def probe(
@@ -123,12 +140,16 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
     row = target.dialect
     with talk.client_of(target, timeouts) as client:
         models, max_len, seen = _models(client, target, ready_s, say)
+        managed = probe_management.ask(target, say, ready_s, timeouts, notes)
+        models = models or list(managed.models)
         model = target.model or (models[0] if models else "")
         if not model and row.takes.model:
             raise TargetError(mistaken.of_list(client, target, *seen))
+        if not row.takes.model and (said := mistaken.of_name(target, models)):
+            raise TargetError(said)
         if models and model not in models:
             notes.append(f"model {model!r} is not among those that it lists: {mistaken.some(models)}")
-        told = pins.told(client, target)
+        told = pins.told(client, target) | ({"revision": managed.version} if managed.version else {})
         pins.check(target, told)
         rtt_ms, connect_ms = _round_trip(target, timeouts)
         say(f"{target.name}: probing {model or target.api}")
@@ -137,12 +158,12 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         ask, first, exchange = _ladder(client, target, wanted, models, timeouts, notes)
         want = row.takes.asked(_question(1), ask)
         pinned = want.pinned and _ended_at(first, want.out, want.choices, row.comes.ends_by_framing)
-        sized = (0.0, 1.0, False)
+        sized = Prompts()
         if not row.comes.single_pass:
             notes += _of_lengths(target.api, want, ask, pinned, first)
         if not row.comes.single_pass or first.tokens_in >= 0:  # many a single pass has no tokens to count
-            sized = _sizes(client, target, ask, timeouts, notes, target.max_model_len or max_len)
-        base, per_word, cached = sized
+            sized = probe_prompts.learn(client, target, ask, timeouts, notes, target.max_model_len or max_len)
+        continuous = _continuous(client, target, ask, first, exchange, timeouts)
         greedy = [_greedy(client, target, text, ask, timeouts) for text in AGREEMENT] if compared else []
     span_ms = (first.event_ns[-1] - first.event_ns[0]) / 1e6 if len(first.event_ns) > 1 else None
     gaps = first.tokens_out - 1 if want.choices == 1 else 0
@@ -153,10 +174,10 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         usage_in_stream=first.tokens_out_from == "usage",
         lengths_pinned=pinned,
         finish_reason_seen=bool(first.finish_reason),
-        cached_reported=cached,
+        cached_reported=sized.cached_reported,
         ask=ask,
-        base_tokens=base,
-        tokens_per_word=per_word,
+        base_tokens=sized.sizer.base,
+        tokens_per_word=sized.sizer.per_word,
         rtt_ms=rtt_ms,
         connect_ms=connect_ms,
         ttft_ms=(first.event_ns[0] - exchange.sent_ns) / 1e6 if first.event_ns else None,
@@ -165,6 +186,12 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         alone_tokens=max(first.tokens_out, 1),
         notes=notes,
         told=told,
+        sized=sized.sized,
+        prompts=sized.sent,
+        prefix_cache=sized.cache,
+        prefix_cache_seen=sized.cache_seen,
+        continuous_usage=continuous,
+        workers=managed.workers,
         **_agreed(greedy),
     )
 
@@ -189,6 +216,42 @@ def _of_lengths(api: str, want: Asked, ask: Ask, pinned: bool, got: answer.Answe
     if got.tokens_out_from != "usage":
         notes.append("no usage in answers: output tokens are estimated")
     return notes
+
+
+# Is the usage so far in every event that bears a token? Then the tokens of each event are known.
+CONTINUOUS = ("yes", "when asked", "no")
+_ASKED_FOR = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # vLLM's, as SGLang has it
+
+
+def _continuous(
+    client: httpx.Client, target: Target, ask: Ask, first: answer.Answer, exchange: Exchange, timeouts: Timeouts
+) -> str:
+    row = target.dialect
+    if not ask.stream or not first.event_ns:
+        return ""
+    if counts_in_events(exchange, row):
+        return CONTINUOUS[0]
+    if row.takes.usage_option and ask.include_usage and first.tokens_out_from == "usage":
+        request = replace(_question(0), tokens_out=_FEW, extra=_ASKED_FOR)
+        got, asked = talk.ask(client, target, request, ask, timeouts)
+        if got.outcome == "ok" and counts_in_events(asked, row):
+            return CONTINUOUS[1]
+    return CONTINUOUS[2]
+
+
+def counts_in_events(exchange: Exchange, row: Dialect) -> bool:
+    """Says each of several token-bearing events of a whole answer how many tokens there were so far, or are in it?"""
+    events = FRAMINGS[row.comes.framing].events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)[0]
+    try:
+        chunks = [row.decode(data) for _, data in events]
+    except ValueError:
+        return False
+    bearing = [chunk for chunk in chunks if any(delta.bears_token for delta in chunk.deltas)]
+    return len(bearing) > 1 and all(
+        (chunk.usage is not None and chunk.usage.completion_tokens >= 0)
+        or (row.comes.counts_events and all(delta.token_ids >= 0 for delta in chunk.deltas))
+        for chunk in bearing
+    )
 
 
 def _greedy(client: httpx.Client, target: Target, text: str, ask: Ask, timeouts: Timeouts) -> tuple[str, int]:
@@ -269,7 +332,7 @@ def _models(
         if time.monotonic() >= deadline_s:
             raise TargetError(
                 f"target {target.name}: {target.url} is not ready after {ready_s:g} s ({why}); "
-                "start the server or correct the URL; --ready-timeout waits longer"
+                f"start the server or correct the URL; --ready-timeout waits longer{mistaken.of_close(target, why)}"
             )
         if not waited:
             say(f"waiting for {target.name} at {target.url}, up to {ready_s:g} s ({why})")
@@ -277,6 +340,8 @@ def _models(
         time.sleep(min(0.5, max(deadline_s - time.monotonic(), 0)))
     if status in (401, 403):
         raise TargetError(mistaken.of_key(target, status))
+    if said := mistaken.of_page(target, body):
+        raise TargetError(said)
     rows = DIALECTS[target.api].site.listed(body) if status // 100 == 2 else []
     limits = [row.limit for row in rows if not target.model or row.model == target.model]
     return [row.model for row in rows], limits[0] if limits else None, (status, body)
@@ -360,30 +425,3 @@ def _ladder(
             break
     assert first is not None  # the ladder's first rung is every protocol's
     raise TargetError(mistaken.of_answer(client, target, ask.model, models, *first))
-
-
-def _sizes(
-    client: httpx.Client, target: Target, ask: Ask, timeouts: Timeouts, notes: list[str], limit: int | None
-) -> tuple[float, float, bool]:
-    """(tokens beyond the words, tokens a word, is the cache reported), from two prompts of known word counts.
-
-    `limit`: the longest prompt and answer that the target takes, where it is known.
-    """
-    points, cached = [], False
-    # Encoders of a single pass take 512 tokens, most of them; a word may be five.
-    long = min(256, max(32, limit // 8)) if limit else 256
-    for count in (8, 64) if target.dialect.comes.single_pass else (16, long):
-        request = Request(tokens_in=count, tokens_out=1, prompt=probe_text(count, f"probe {clock.now_ns()}"))
-        got, _ = talk.ask(client, target, request, ask, timeouts)
-        if got.tokens_in < 0:  # whatever the one token was: a server that counts has counted
-            unanswered = f"a prompt of {count} words was not answered ({got.error[:120]})"
-            why = "prompt tokens are not reported" if got.outcome == "ok" else unanswered
-            notes.append(f"{why}: prompts are sized at one token a word, unchecked")
-            return 0.0, 1.0, False
-        points.append((count, got.tokens_in))
-        cached = cached or got.tokens_cached >= 0
-    if points[1][1] <= points[0][1]:
-        notes.append(f"prompt tokens do not grow with the prompt ({points}): prompts are sized at one token a word")
-        return 0.0, 1.0, cached
-    sizer = Sizer.fit(points)
-    return sizer.base, sizer.per_word, cached

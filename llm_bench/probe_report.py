@@ -25,14 +25,28 @@ def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:
         ("usage in streams", _YES[found.usage_in_stream]),
         ("lengths can be pinned", _YES[found.lengths_pinned]),
         ("says finish_reason", _YES[found.finish_reason_seen]),
+        ("usage in every event", found.continuous_usage or "not streamed"),
         ("reports cached tokens", _YES[found.cached_reported]),
-        ("tokens of a prompt", f"{found.tokens_per_word:.3g} a word, {found.base_tokens:+.1f} for the template"),
+        ("prefix cache", found.prefix_cache or "not asked"),
+        ("tokens of a prompt", _sizes(found)),
         ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {RTT_PROBES})"),
         ("connect", "unknown" if found.connect_ms is None else f"{found.connect_ms:.2f} ms"),
         ("TTFT of a short probe", "not streamed" if found.ttft_ms is None else f"{found.ttft_ms:.1f} ms"),
         ("TPOT of a short probe", "unknown" if found.tpot_ms is None else f"{found.tpot_ms:.2f} ms"),
-        *[("note", note) for note in found.notes],
+        *([("workers", found.workers)] if found.workers else []),
+        *[("note", note) for note in _notes(found)],
     ]
+
+
+def _notes(found: Probe) -> list[str]:
+    cache = [f"prefix cache {found.prefix_cache}: {found.prefix_cache_seen}"] if found.prefix_cache else []
+    return [*found.notes, *cache]
+
+
+def _sizes(found: Probe) -> str:
+    if not found.sized:
+        return "not reported: a word is taken for one"
+    return f"{found.tokens_per_word:.3g} a word, {found.base_tokens:+.1f} for the template"
 
 
 def _build(target: Target, found: Probe, fact: str) -> str:
@@ -44,13 +58,19 @@ def _build(target: Target, found: Probe, fact: str) -> str:
 
 
 def side_by_side(found: Sequence[Found]) -> list[list[str]]:
-    """Of several targets: a row a question, a column a target; all notes of a target in its one cell."""
-    columns = [check_rows(*one) for one in found]
-    questions = [question for question, _ in columns[0] if question != "note"]
-    answers = [dict(rows) for rows in columns]
-    table = [[question, *(of[question] for of in answers)] for question in questions]
-    notes = ["\n".join(text for question, text in rows if question == "note") for rows in columns]
-    return [*table, ["notes", *notes]] if any(notes) else table
+    """Of several targets: a row a question, a column a target. What is noted of each stands in `note_lines`."""
+    answers = [dict(check_rows(*one)) for one in found]
+    questions = dict.fromkeys(question for of in answers for question in of if question != "note")
+    return [[question, *(of.get(question, "–") for of in answers)] for question in questions]
+
+
+def note_lines(found: Sequence[Found]) -> list[str]:
+    """What is noted, each once, with the names of the targets that it holds for: a table's cells are too narrow."""
+    names: dict[str, list[str]] = {}
+    for target, of in found:
+        for note in _notes(of):
+            names.setdefault(note, []).append(target.name)
+    return [f"{', '.join(whose)}: {note}" for note, whose in names.items()]
 
 
 def agreement_lines(found: Sequence[Found]) -> list[str]:

@@ -3,7 +3,6 @@
 No I/O and no clock. The rows stand in `dialect_*.py`, one file a family; `dialects` holds them all.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ class Chunk(NamedTuple):
     error: str = ""  # text of an error object; such an answer has failed whatever its status
     error_code: str = ""
     done: bool = False  # the protocol's own last word, e.g. [DONE]; proves nothing alone
-    server_ms: Mapping[str, float] = {}  # keys of Record: server_ttft_ms, server_queue_ms, ...
+    server_ms: Mapping[str, float] = {}  # keys of Record: server_ttft_ms, server_queue_ms, ..., server_batch
 
 
 NOTHING = Chunk()
@@ -59,6 +58,25 @@ class Listed(NamedTuple):
 
 def no_list(body: bytes) -> list[Listed]:
     return []
+
+
+class Loaded(NamedTuple):
+    """A model as a management port tells of it."""
+
+    version: str
+    ready: int  # workers
+    workers: int
+    batch: int  # requests that it computes at once, at most
+
+
+class Management(NamedTuple):
+    """A port of its own where a server tells of its models. Paths follow scheme, host and that port."""
+
+    port: int  # where the target declares none
+    models: str  # path of the list
+    listed: Callable[[bytes], list[Listed]]
+    model: str  # path of one, {model} in it
+    loaded: Callable[[bytes], Loaded | None]  # its reader; None for what is no such page
 
 
 class Takes(NamedTuple):
@@ -101,6 +119,8 @@ class Site(NamedTuple):
     # (path of a model's page, {model} in it; the page and the target's `extra` -> the `extra` of every request): where
     # a body cannot be made without what the server says of its model
     described: tuple[str, Callable[[JsonObject, Mapping[str, Any]], Mapping[str, Any]]] | None = None
+    speaks: Callable[[JsonObject], bool] = bool  # of the first page of `about`: is that server one of this protocol?
+    managed: Management | None = None
     headers: tuple[tuple[str, str], ...] = ()  # of every request
     key_header: tuple[str, str] = ("Authorization", "Bearer {key}")
 
@@ -115,7 +135,7 @@ class Dialect(NamedTuple):
     # Content of an event that says nothing else: choice 0, no finish_reason, usage, error, ids. None: ask `decode`.
     # Most events of a stream are such, and a Chunk for each would cost three times as much as reading its JSON.
     plain: Callable[[bytes], str | None]
-    text_key: bytes = b""  # of that content in the JSON, for `plain_reader`
+    text_key: bytes = b""  # of that content in the JSON, for `plain.plain_reader`
     whole_path: str = ""  # of an answer that is not streamed; "": the same
     takes: Takes = Takes()
     comes: Comes = Comes()
@@ -145,52 +165,6 @@ def bears_token(decode: Callable[[bytes], Chunk], data: bytes) -> bool:
         return any(delta.bears_token for delta in decode(data).deltas)
     except ValueError:
         return False
-
-
-_UNPLAIN = re.compile(rb'["\\\x00-\x1f]')  # ends a JSON string, begins an escape, or may not stand in one
-_LESSONS = 8  # templates that were of no use before a reader stops to make them: some servers change a field each event
-
-
-def plain_reader(dialect: Dialect) -> Callable[[bytes], str | None]:
-    """`plain` for the events of one stream, three times as fast where they differ in nothing but their text.
-
-    An event that begins and ends as one that `plain` has read, with neither quote nor backslash nor control character
-    between, is the same JSON but for that one string. So only the first event, and every odd one, is parsed.
-    """
-    plain, key = dialect.plain, dialect.text_key
-    if not key:
-        return plain
-    before = after = b""
-    lessons = 0
-
-    def read(data: bytes) -> str | None:
-        nonlocal before, after, lessons
-        if before and len(data) > len(before) + len(after) and data.startswith(before) and data.endswith(after):
-            middle = data[len(before) : -len(after)]
-            if _UNPLAIN.search(middle) is None:
-                try:
-                    return middle.decode()
-                except UnicodeDecodeError:
-                    return None  # no JSON either
-        text = plain(data)
-        if text is not None and lessons < _LESSONS:
-            lessons += 1
-            before, after = _around(data, text.encode(), key) or (before, after)
-        return text
-
-    return read
-
-
-def _around(data: bytes, text: bytes, key: bytes) -> tuple[bytes, bytes] | None:
-    """What stands before and after the one text of an event; None where it is escaped, or has not the only such key."""
-    if data.count(key) != 1 or _UNPLAIN.search(text):
-        return None
-    for opening in (key + b':"', key + b': "'):
-        begin = data.find(opening + text + b'"')
-        if begin >= 0:
-            begin += len(opening)
-            return data[:begin], data[begin + len(text) :]
-    return None
 
 
 # Readers of a peer's JSON: null and absent are the same, a wrong type is a ValueError that names the field.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ class Record:
     server_queue_ms: float = np.nan
     server_prefill_ms: float = np.nan
     server_decode_ms: float = np.nan
+    server_batch: float = np.nan  # requests' inputs that were computed at once, in the largest batch it was in; no ms
     raw: bytes = b""  # response bytes, kept for failures as far as cell.RAW_TOTAL goes, and the first --keep-bytes
 
 
@@ -91,6 +93,7 @@ _LISTS = {"labels": pa.list_(pa.string()), "event_ns": pa.list_(pa.int64())}
 _LISTS |= {"event_tokens": pa.list_(pa.int32()), "event_choice": pa.list_(pa.int32())}
 _SCALARS: dict[Any, pa.DataType] = {int: pa.int64(), str: pa.string(), float: pa.float64(), bytes: pa.binary()}
 SCHEMA = pa.schema([(f.name, _LISTS.get(f.name) or _SCALARS[f.type]) for f in fields(Record)])
+_VALUES = attrgetter(*SCHEMA.names)
 UNKNOWN: dict[str, Any] = {
     f.name: [] if f.name in _LISTS else f.default for f in fields(Record)
 }  # a field that nobody recorded
@@ -137,8 +140,7 @@ class Writer:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        columns = [pa.array([getattr(r, f.name) for r in pending], f.type) for f in SCHEMA]
-        self._append(pa.record_batch(columns, schema=SCHEMA).serialize())
+        self._append(pa.record_batch(_columns(pending), schema=SCHEMA).serialize())
 
     def close(self) -> None:
         try:
@@ -251,9 +253,10 @@ def _open(path: Path) -> _Opened:
     try:
         reader = pa.ipc.open_stream(data)
         text = (reader.schema.metadata or {})[b"llm_bench"]
+        names = reader.schema.names  # decoded here: a flipped bit makes one that is no text
     except (pa.ArrowException, OSError, KeyError, ValueError):
         raise BenchError(f"{path}: not a record file of llm-bench (no Arrow stream with its header)") from None
-    wrong = [f.name for f in SCHEMA if f not in reader.schema and (f.name in reader.schema.names or f.name in REQUIRED)]
+    wrong = [f.name for f in SCHEMA if f not in reader.schema and (f.name in names or f.name in REQUIRED)]
     if wrong:
         raise BenchError(f"{path}: columns missing or of another type: {wrong}; another version wrote it")
     header = shapes.parse(text, shapes.HEADER, f"{path}: header")
@@ -295,5 +298,9 @@ def _gauge_of(path: Path) -> tuple[np.ndarray, bool]:
 
 def from_records(records: list[Record], header: dict[str, Any] | None = None, gauge: np.ndarray | None = None) -> Cell:
     """The same columns from Records in memory: for tests and small tools."""
-    columns = [pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA]
-    return from_table(pa.Table.from_arrays(columns, schema=SCHEMA), header or {}, True, gauge)
+    return from_table(pa.Table.from_arrays(_columns(records), schema=SCHEMA), header or {}, True, gauge)
+
+
+def _columns(records: Sequence[Record]) -> list[pa.Array]:
+    values = zip(*map(_VALUES, records), strict=True) if records else ((),) * len(SCHEMA)
+    return [pa.array(column, f.type) for column, f in zip(values, SCHEMA, strict=True)]

@@ -340,4 +340,5 @@ SERIES: dict[str, Series] = {
     "decode": Series("ms", _server("server_decode_ms"), "lower", "the server's own account of its decoding"),
     "server_ttft": Series("ms", _server("server_ttft_ms"), "lower", "the server's own account of its TTFT"),
     "server_tpot": Series("ms", _server("server_tpot_ms"), "lower", "the server's own account of its TPOT"),
+    "batch": Series("inputs", _server("server_batch"), "higher", "inputs computed at once with it, by the server"),
 }

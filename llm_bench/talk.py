@@ -29,7 +29,8 @@ def client_of(target: Target, timeouts: Timeouts) -> httpx.Client:
     headers = targets.auth_headers(target)
     if target.dialect.transport == "grpc":
         limits = httpx.Timeout(_answer_s(timeouts), connect=timeouts.connect_s)
-        return httpx.Client(transport=GrpcPages(target.url, headers, target.cafile), timeout=limits, trust_env=False)
+        pages = GrpcPages(target.url, headers, target.cafile, target.cert, target.key or target.cert)
+        return httpx.Client(transport=pages, timeout=limits, trust_env=False)
     ours = {"User-Agent": "llm-bench", "Accept": "*/*", "Accept-Encoding": "identity"}
     ours["Content-Type"] = "application/json"
     theirs = {name.lower() for name, _ in headers}

@@ -71,8 +71,11 @@ class Target:
     http: Mapping[str, str] = field(default_factory=dict)  # of api http: what is said and how an answer is read
     cafile: str = ""  # https with a private authority
     insecure: bool = False  # https with any certificate
+    cert: str = ""  # PEM file of this client's own certificate, for https that asks for one (mTLS)
+    key: str = ""  # PEM file of its private key, where that is not in `cert`; no API key
     proxy: str = ""  # URL of an HTTP proxy, "env": as the environment says, "none": straight; "": nothing was asked
     metrics: str = ""  # URL of its metrics, several with | between them; "auto": /metrics at the root of each URL
+    management: str = ""  # URL of its management API, where its protocol has one; "": that protocol's port, same host
     launch: tuple[str, ...] = ()  # arguments of a server of ours
 
     @property
@@ -145,9 +148,10 @@ def _named(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
             raise BenchError("--targets: a name has letters, digits, . : - _ only; right: NAME=http://host:8000/v1")
         if not sign and name not in declared and name not in BUILT_IN:
             known = ", ".join([*declared, *BUILT_IN])
+            key = name if name.replace("-", "_").isidentifier() else f'"{name}"'
             raise BenchError(
                 f"--targets {name}: no such target (known: {known}). Write {file} with:  "
-                f'targets.{name}.url = "http://127.0.0.1:8000/v1"   or give {name}=URL'
+                f'targets.{key}.url = "http://127.0.0.1:8000/v1"   or give {name}=URL'
             )
         base = url if url in declared or url in BUILT_IN else name  # a=reference,b=reference: two of one kind
         facts: dict[str, Any] = {**declared.get(base, {}), **flags}
@@ -245,12 +249,24 @@ def _checked(target: Target) -> Target:
     key_header, _ = DIALECTS[target.api].site.key_header
     if target.key_env and key_header.lower() in {name.lower() for name in target.headers}:
         raise BenchError(f"{who}: both key_env and a header {key_header}; keep one of them")
-    if target.cafile:
+    if target.management and not DIALECTS[target.api].site.managed:
+        able = ", ".join(name for name, row in DIALECTS.items() if row.site.managed)
+        raise BenchError(f"{who}: `management` is of a server with a management API (api {able}), not of {target.api}")
+    if target.management:
+        _check_url(f"{who}: management", target.management)
+    if target.key and not target.cert:
+        raise BenchError(
+            f"{who}: `key` without `cert`: they are PEM files of a client certificate and its key; the API key's "
+            "variable is named by key_env (--key-env)"
+        )
+    if target.cert and not all(url.startswith("https") for url in target.urls):
+        raise BenchError(f"{who}: `cert` is for https; give an https:// URL, or leave it out")
+    if target.cafile or target.cert:
         tls(target)
     if DIALECTS[target.api].transport == "grpc" and (target.insecure or target.proxy not in ("", "none")):
         what = "believes no certificate unseen: --ca FILE" if target.insecure else "goes through no proxy: --proxy none"
         raise BenchError(f"{who}: gRPC {what}")
-    return replace(target, url="|".join(target.urls))
+    return replace(target, url="|".join(target.urls), management=target.management.rstrip("/"))
 
 
 def _check_url(who: str, url: str) -> None:
@@ -315,7 +331,7 @@ def _printable(text: str) -> bool:
 
 
 def tls(target: Target) -> ssl.SSLContext:
-    """What https is checked against. Raises BenchError for a `cafile` that is none."""
+    """What https is checked against, and who we are. Raises BenchError for a `cafile`, `cert` or `key` that is none."""
     if not target.cafile and not any(url.startswith("https") for url in target.urls):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # believes nobody; the system's list takes 20 ms to load
     try:
@@ -325,7 +341,22 @@ def tls(target: Target) -> ssl.SSLContext:
         raise BenchError(f"target {target.name}: cafile {target.cafile}: {why}; expected a PEM file") from None
     if target.insecure:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if target.cert:
+        certify(target, context)
     return context
+
+
+def certify(target: Target, context: ssl.SSLContext) -> None:
+    """Lets a context show the client certificate. Raises BenchError; it names no file of `key`, which may be a key."""
+    try:
+        # A password is asked for at the terminal otherwise, in the middle of a run.
+        context.load_cert_chain(target.cert, target.key or None, password=lambda: "")
+    except (OSError, ValueError) as e:
+        why = str(getattr(e, "reason", "") or getattr(e, "strerror", "") or e).lower().replace("_", " ")
+        files = "cert and key: PEM files that belong together, the key without a password"
+        raise BenchError(
+            f"target {target.name}: its client certificate cannot be used ({why}); expected {files}"
+        ) from None
 
 
 def auth_headers(target: Target) -> list[tuple[str, str]]:
@@ -432,7 +463,7 @@ def reachable(target: Target) -> bool:
     if target.dialect.transport == "grpc":  # speaks no HTTP/1.1: that it accepts is all that can be asked in passing
         return _accepts(address)
     try:
-        httpx.get(address, timeout=5.0, verify=False, trust_env=False, proxy=httpx_proxy(target))
+        httpx.get(address, timeout=5.0, verify=tls(target), trust_env=False, proxy=httpx_proxy(target))
     except httpx.TransportError:
         return False
     except httpx.HTTPError:

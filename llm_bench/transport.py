@@ -53,7 +53,7 @@ def _http_frame(request_id: str, body: bytes, headers: Sequence[tuple[str, str]]
 
 def _http(asked: Asked) -> Wire:
     target, dialect = asked.target, asked.dialect
-    return Wire(
+    wire = Wire(
         asked.url,
         dialect.path_of(asked.model, asked.stream),
         targets.auth_headers(target),
@@ -65,6 +65,9 @@ def _http(asked: Asked) -> Wire:
         proxy=targets.proxy_of(target, asked.url),
         framing=dialect.comes.framing,
     )
+    if target.cert and wire._tls is not None:
+        targets.certify(target, wire._tls)
+    return wire
 
 
 def _grpc(asked: Asked) -> GrpcWire:
@@ -76,6 +79,8 @@ def _grpc(asked: Asked) -> GrpcWire:
         asked.timeouts,
         dialect.is_token if asked.stream else None,
         cafile=target.cafile,
+        certificate=target.cert,
+        key=target.key or target.cert,
         reuse=asked.reuse,
     )
 

@@ -36,7 +36,7 @@ SHORT = {"cut_at_end": "cut"}  # outcomes as column heads
 
 # Of a single pass what a server says of its own time stands by default, where it does: its batching decides it.
 DEFAULT_SINGLE_PASS = ("e2e_p50", "e2e_p95", "e2e_p99", "requests_per_second", "error_rate")
-OF_ITS_SERVER = {"queue_p95": "server_queue_ms", "prefill_p95": "server_prefill_ms"}
+OF_ITS_SERVER = {"queue_p95": "server_queue_ms", "prefill_p95": "server_prefill_ms", "batch_mean": "server_batch"}
 
 
 def streamed(run: Run) -> bool:

@@ -39,6 +39,7 @@ class EngineConfig:
     max_num_seqs: int = knob(64, "most sequences that run at once")
     max_num_batched_tokens: int = knob(512, "token budget of a step")
     chunked_prefill: bool = knob(True, "off: a prompt is computed in one step or waits")
+    long_prefill_token_threshold: int = knob(0, "most tokens of a step for one prompt, so that others share it; 0: all")
     prefix_caching: bool = knob(True, "keep the KV of finished prompts for equal beginnings")
     batching: str = knob("continuous", "static | dynamic | continuous: when who waits may join who runs")
     max_wait_ms: int = knob(50, "static, dynamic: longest that a batch waits to be filled")
@@ -78,6 +79,11 @@ class EngineConfig:
             raise ValueError(f"pooling is {self.pooling!r}; would be right: {' or '.join(POOLINGS)}")
         if not 0 <= self.batch_wait_ms <= 60_000:
             raise ValueError(f"batch_wait_ms is {self.batch_wait_ms}; would be right: 0 to 60000")
+        if self.long_prefill_token_threshold and not self.chunked_prefill:
+            raise ValueError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold} and chunked prefill is off; "
+                "would be right: 0, or chunked prefill"
+            )
         if self.instances > MOST_INSTANCES:
             raise ValueError(f"instances is {self.instances}; would be right: 1 to {MOST_INSTANCES}")
         if not 0.001 <= self.time_scale <= 1000:
@@ -117,5 +123,8 @@ def size_bytes(name: str, text: str) -> int:
 
 
 # A seed may be anything; 0 of these says: no such limit, or not at all.
-ZERO_TOO = ("threads", "max_model_len", "swap_blocks", "max_wait_ms", "max_queue", "queue_timeout", "drain_timeout")
+ZERO_TOO = (
+    "threads", "max_model_len", "swap_blocks", "max_wait_ms", "max_queue", "queue_timeout", "drain_timeout",
+    "long_prefill_token_threshold",
+)  # fmt: skip
 POSITIVE = [f.name for f in fields(EngineConfig) if f.type is int and f.name not in ("seed", *ZERO_TOO)]

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 #if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
@@ -103,8 +104,49 @@ inline V sums(V a, V b, V c, V d, V e, V f, V g, V h) {
 }
 #endif
 
+// ---- A panel's sixteen lanes: one register of AVX-512, or two of eight. A lane's operations are the same in both.
+#if defined(__AVX2__) && defined(__FMA__) && defined(__AVX512F__) && defined(__AVX512BW__)
+using W = __m512;
+using WI = __m512i;
+constexpr int TALL = 12;  // rows of a tile of sums. More than the latency of a product asks for; 16 and 24 were no faster
+constexpr int TALL_INT8 = 12;
+inline W wide(const float* p) { return _mm512_loadu_ps(p); }
+inline W wide(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline W wide_all(float x) { return _mm512_set1_ps(x); }
+inline W fma(W a, W b, W c) { return _mm512_fmadd_ps(a, b, c); }
+inline void save(float* p, W v) { _mm512_storeu_ps(p, v); }
+inline WI wide_pairs(const int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline WI wide_all_pairs(int32_t two) { return _mm512_set1_epi32(two); }
+inline WI add_products(WI sum, WI a, WI b) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(sum, a, b);
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+inline void save(int32_t* p, WI v) { _mm512_storeu_si512(p, v); }
+#else
+struct W { V low, high; };
+struct WI { I low, high; };
+constexpr int TALL = 6;       // 6 x 16 sums fill 12 of the 16 vector registers of AVX2
+constexpr int TALL_INT8 = 5;  // a product needs a register of its own; 6 rows would put sums into memory
 inline V lanes(const float* p) { return load(p); }
 inline V lanes(const int8_t* p) { return widened(p); }
+template <class Number> inline W wide(const Number* p) { return {lanes(p), lanes(p + 8)}; }
+inline W wide_all(float x) { return {all(x), all(x)}; }
+inline W fma(W a, W b, W c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
+inline void save(float* p, W v) { save(p, v.low), save(p + 8, v.high); }
+inline WI wide_pairs(const int8_t* p) { return {pairs(p), pairs(p + 16)}; }
+inline WI wide_all_pairs(int32_t two) { return {all_pairs(two), all_pairs(two)}; }
+inline WI add_products(WI sum, WI a, WI b) {
+    return {add_products(sum.low, a.low, b.low), add_products(sum.high, a.high, b.high)};
+}
+inline void save(int32_t* p, WI v) { save(p, v.low), save(p + 8, v.high); }
+#endif
 
 inline float sum_of(V v) {
     float at[8];
@@ -142,7 +184,8 @@ inline V integers(V x, float step) { return least(largest(nearest(div(x, all(ste
 
 // ---- Products. A kind says what the left side is packed into, how a tile of R x 16 sums is made, and what becomes of it.
 // The sums are named, not an array: compilers keep arrays of vectors in memory.
-#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#define EACH_ROW(DO) \
+    DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 
 // What the next panel holds is asked for while this one is computed with, a share of it in each of its tiles.
 struct Ahead {
@@ -161,28 +204,21 @@ struct Floats {
     using Right = Number;
     using Sum = float;
     static constexpr int64_t DEPTH = 1;  // inputs that one step of the innermost loop takes
-    static constexpr int64_t TILE = 6;   // 6 x 16 sums fill 12 of the 16 vector registers of AVX2
+    static constexpr int TILE = TALL;
 
     template <int R>
     static void tile(const float* a, const Number* b, int64_t steps, float (*out)[PANEL], Ahead ahead) {
-#define START(i) V p##i = all(0.0f), q##i = all(0.0f);
+#define START(i) W sum##i = wide_all(0.0f);
         EACH_ROW(START)
         for (int64_t k = 0; k < steps; k++, a += R, b += PANEL) {
-            const V left = lanes(b), right = lanes(b + 8);
+            const W found = wide(b);
             if constexpr (R > 1) ahead.fetch();  // one row is a plain stream, which the hardware foresees
-#define STEP(i)                       \
-    if constexpr (R > i) {            \
-        const V x = all(a[i]);        \
-        p##i = fma(x, left, p##i);    \
-        q##i = fma(x, right, q##i);   \
-    }
+#define STEP(i) \
+    if constexpr (R > i) sum##i = fma(wide_all(a[i]), found, sum##i);
             EACH_ROW(STEP)
         }
-#define END(i)                        \
-    if constexpr (R > i) {            \
-        save(out[i], p##i);           \
-        save(out[i] + 8, q##i);       \
-    }
+#define END(i) \
+    if constexpr (R > i) save(out[i], sum##i);
         EACH_ROW(END)
 #undef STEP
 #undef START
@@ -200,21 +236,17 @@ struct Int8 {
     using Right = int8_t;  // [input / 2][16][2]
     using Sum = int32_t;
     static constexpr int64_t DEPTH = 2;
-    static constexpr int64_t TILE = 5;  // a product needs a register of its own; 6 rows would put sums into memory
+    static constexpr int TILE = TALL_INT8;
 
     template <int R>
     static void tile(const int32_t* a, const int8_t* b, int64_t steps, int32_t (*out)[PANEL], Ahead ahead) {
-#define START(i) I p##i = all_pairs(0), q##i = all_pairs(0);
+#define START(i) WI sum##i = wide_all_pairs(0);
         EACH_ROW(START)
         for (int64_t k = 0; k < steps; k++, a += R, b += 2 * PANEL) {
-            const I left = pairs(b), right = pairs(b + 16);
+            const WI found = wide_pairs(b);
             if constexpr (R > 1) ahead.fetch();  // one row is a plain stream, which the hardware foresees
-#define STEP(i)                                 \
-    if constexpr (R > i) {                      \
-        const I x = all_pairs(a[i]);            \
-        p##i = add_products(p##i, x, left);     \
-        q##i = add_products(q##i, x, right);    \
-    }
+#define STEP(i) \
+    if constexpr (R > i) sum##i = add_products(sum##i, wide_all_pairs(a[i]), found);
             EACH_ROW(STEP)
         }
         EACH_ROW(END)
@@ -245,16 +277,14 @@ struct Int8 {
 };
 
 template <class Kind>
-void tile(int64_t rows, const typename Kind::Left* a, const typename Kind::Right* b, int64_t steps,
-          typename Kind::Sum (*out)[PANEL], Ahead ahead) {
-    switch (rows) {
-        case 1: return Kind::template tile<1>(a, b, steps, out, ahead);
-        case 2: return Kind::template tile<2>(a, b, steps, out, ahead);
-        case 3: return Kind::template tile<3>(a, b, steps, out, ahead);
-        case 4: return Kind::template tile<4>(a, b, steps, out, ahead);
-        case 5: return Kind::template tile<5>(a, b, steps, out, ahead);
-        default: return Kind::template tile<Kind::TILE>(a, b, steps, out, ahead);
-    }
+using Tile = void (*)(const typename Kind::Left*, const typename Kind::Right*, int64_t, typename Kind::Sum (*)[PANEL],
+                      Ahead);
+
+// The tile of so many rows, 1 to Kind::TILE.
+template <class Kind, int... R>
+Tile<Kind> tile_of(int64_t rows, std::integer_sequence<int, R...>) {
+    static constexpr Tile<Kind> tiles[] = {Kind::template tile<R + 1>...};
+    return tiles[rows - 1];
 }
 
 // out [rows, outputs] = x [rows, inputs] times the panels, scaled by column, plus bias; scales and bias may be null.
@@ -284,7 +314,8 @@ void product(float* out, const float* x, int64_t rows, int64_t inputs, int64_t o
                 typename Kind::Sum found[Kind::TILE][PANEL];
                 const int64_t r = begin(t), height = begin(t + 1) - r;
                 const auto* const next = reinterpret_cast<const char*>(right) + bytes + t * bytes / tiles;
-                tile<Kind>(height, left + r * steps, right, steps, found, {next, bytes / steps / tiles});
+                const auto tile = tile_of<Kind>(height, std::make_integer_sequence<int, Kind::TILE>());
+                tile(left + r * steps, right, steps, found, {next, bytes / steps / tiles});
                 for (int64_t i = 0; i < height; i++) {
                     float* const to = out + (first + r + i) * outputs + column;
                     for (int64_t j = 0; j < width; j++) {

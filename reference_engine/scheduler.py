@@ -101,6 +101,8 @@ class Scheduler:
         self.line = Line(seats=config.max_num_seqs)
         # Tokens that a running sequence has room for beyond its next: the runner computes them before it is asked to.
         self._ahead = int(config.graphs == "on" and config.ahead)
+        # Of a step, for one sequence: a decode takes one, so only prompts and what is computed again ever feel it.
+        self._part = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._left = self._left_tokens = 0
         self._shares = Shares()
         self._batch_ended_ns = 0
@@ -190,7 +192,7 @@ class Scheduler:
         while i < len(self.running) and budget:
             sequence = self.running[i]
             if self._make_room(i, now_ns):
-                n = min(len(sequence.token_ids) - sequence.computed, budget)
+                n = min(len(sequence.token_ids) - sequence.computed, budget, self._part)
                 work.append((sequence, n))
                 budget -= n
             i += 1
@@ -341,7 +343,7 @@ class Scheduler:
             self._swap_in(sequence, len(hits))
             insort(self.running, sequence, key=self.key)
             self._count_admission(sequence, now_ns)
-            n = min(n, budget)
+            n = min(n, budget, self._part)
             work.append((sequence, n))
             budget -= n
 

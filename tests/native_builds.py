@@ -14,8 +14,11 @@ HERE = any(map(shutil.which, native.COMPILERS))
 needs_compiler = pytest.mark.skipif(not HERE, reason="no C++ compiler on PATH")
 # Rows of model.KERNELS, for tests that hold for each.
 KERNELS = ["torch", pytest.param("native", marks=needs_compiler)]
-# As it is by default, and the plain loops of machines without AVX2.
-BUILDS = {"vectors": native.FLAGS, "loops": tuple(f for f in native.FLAGS if f != "-march=native")}
+# As it is by default, the plain loops of machines without AVX2, and AVX2 on a machine that has more.
+_PLAIN = tuple(f for f in native.FLAGS if f != "-march=native")
+BUILDS = {"vectors": native.FLAGS, "loops": _PLAIN}
+if {"avx2", "fma", "avx512f"} <= set(native.processor().split()):
+    BUILDS["avx2"] = (*_PLAIN, "-mavx2", "-mfma")
 
 _library = native.library  # tests put others in its place
 

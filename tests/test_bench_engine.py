@@ -45,6 +45,18 @@ def test_the_ceiling_is_the_slower_of_memory_and_arithmetic() -> None:
     assert ceiling(10, 100, 3, 400.0, 1000.0) == pytest.approx(30 / (6 + 2 * 2))
 
 
+def test_the_probe_reads_more_than_the_largest_cache_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, size in enumerate(("48K", "2048K", "266240K")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}/size").write_text(size + "\n")
+    monkeypatch.setattr(engine, "CACHES", tmp_path)
+    assert engine.cache_bytes() == 260 << 20
+    assert engine.probe_matrices(260 << 20) == 9  # 576 MiB
+    assert engine.probe_matrices(0) == engine.probe_matrices(32 << 20) == 4
+    monkeypatch.setattr(engine, "CACHES", tmp_path / "none")
+    assert engine.cache_bytes() == 0
+
+
 def cell(name: str, concurrency: int, wall_s: float, cpu_s: float) -> dict[str, Any]:
     return {
         "engine": name, "concurrency": concurrency, "requests": 4, "tokens": 256, "wall_s": wall_s, "cpu_s": cpu_s,

@@ -1,6 +1,8 @@
 """Protocols that a target words for itself: its template, its paths, its rule of events."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -308,3 +310,12 @@ def test_any_event_is_one_or_a_value_error(event, text, value, bent):
             assert not made.is_token(bytes_)
             continue
         assert made.is_token(bytes_) is any(delta.bears_token for delta in chunk.deltas)
+
+
+def test_the_row_of_the_table_is_the_example_and_compiles_nothing_until_it_is_used() -> None:
+    assert dialect_http.compiled(EXAMPLE["body"])[1] == dialect_http._EXAMPLE_NAMES
+    assert dialect_http.ROWS["http"].takes.model == row(EXAMPLE).takes.model == "body"
+    assert dialect_http.ROWS["http"].encode(ROW, ASK) == row(EXAMPLE).encode(ROW, ASK)
+    loaded = "import sys; import llm_bench.dialects; print('jinja2' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

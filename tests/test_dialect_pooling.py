@@ -176,6 +176,8 @@ def test_where_a_servers_time_went_is_in_its_head():
     tei = [(b"x-queue-time", b"7"), (b"x-inference-time", b"12"), (b"x-compute-tokens", b"31"), (b"x-total-time", b"9")]
     assert of_headers(tei) == Chunk(usage=Usage(31), server_ms={"server_queue_ms": 7.0, "server_prefill_ms": 12.0})
     timing = b'http_in;dur=0.211, queue;dur=1.5, compute;desc="x";dur=9, compute;dur=2.75, http_out;dur=0.1'
+    assert of_headers([(b"x-batch-size", b"8")]).server_ms == {"server_batch": 8.0}
+    assert of_headers([(b"x-batch-size", b"0"), (b"x-batch-size", b"-1")]).server_ms == {}
     assert of_headers([(b"server-timing", timing)]).server_ms == {"server_queue_ms": 1.5, "server_prefill_ms": 2.75}
 
 
@@ -183,7 +185,9 @@ def test_where_a_servers_time_went_is_in_its_head():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([b"x-queue-time", b"x-inference-time", b"x-compute-tokens", b"server-timing", b"x"]),
+            st.sampled_from(
+                [b"x-queue-time", b"x-inference-time", b"x-compute-tokens", b"x-batch-size", b"server-timing", b"x"]
+            ),
             st.binary(max_size=12) | st.sampled_from([b"-1", b"nan", b"1e9", b"9" * 5000, b"\xb2", b"queue;dur=-1"]),
         ),
         max_size=4,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_bench.dialects import DIALECTS, Chunk, Delta, Usage, plain_reader
+from llm_bench.dialects import DIALECTS, Chunk, Delta, Usage
 from llm_bench.framing import SSE
 from llm_bench.http1 import events
 from tests.fixtures import NAMES, captured, hostile_events, unhurried, wire
@@ -259,63 +259,6 @@ def test_plain_takes_an_event_for_its_text_only_where_decode_does(name, more):
 def test_plain_sees_a_chat_delta_that_says_more(delta):
     data = json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}).encode()
     assert _plain_agrees(CHAT, data) is ("role" in delta)
-
-
-def _said(name, text, **more):
-    choice = {"delta": {"content": text}} if name == "openai-chat" else {"text": text}
-    return {"id": "x", "choices": [{"index": 0, **choice, "finish_reason": None}], **more}
-
-
-texts = st.text(max_size=8) | st.sampled_from(
-    ['"', "\\", "\n", "é", "content", '"content":"', "}", "a" * 9, "\x7f", "\ud800"]
-)
-dumps = st.sampled_from([{"separators": (",", ":")}, {}, {"ensure_ascii": False}])
-
-
-@unhurried
-@given(
-    st.lists(
-        st.tuples(
-            texts,
-            dumps,
-            st.sampled_from([{}, {}, {"created": 1}, {"usage": None}, {"usage": {"completion_tokens": 2}}]),
-        )
-    ),
-    st.lists(st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=2)), max_size=2),
-)
-@pytest.mark.parametrize("name", OPENAI)
-def test_a_streams_reader_reads_each_event_as_plain_does(name, events_, hits):
-    dialect = DIALECTS[name]
-    read = plain_reader(dialect)
-    for text, how, more in events_:
-        data = json.dumps(_said(name, text, **more), **how).encode(errors="replace")
-        assert read(data) == dialect.plain(data)
-        for at, bytes_ in hits:  # anything, anywhere in it
-            bent = data[: at % len(data)] + bytes_ + data[at % len(data) :]
-            assert read(bent) == dialect.plain(bent)
-
-
-@pytest.mark.parametrize("name", OPENAI)
-@pytest.mark.parametrize(
-    "middle", [b"", b"\xff", b"\xed\xa0\x80", b'","x":"', b"\\n", b"\\", b"\x00", b"\t", "é".encode()]
-)
-def test_a_streams_reader_is_not_fooled_by_what_stands_where_the_text_was(name, middle):
-    dialect = DIALECTS[name]
-    read = plain_reader(dialect)
-    event = json.dumps(_said(name, "TEXT")).encode()
-    assert read(event) == "TEXT"
-    bent = event.replace(b"TEXT", middle)
-    assert read(bent) == dialect.plain(bent)
-
-
-@pytest.mark.parametrize("name", OPENAI)
-def test_a_text_that_stands_twice_makes_no_template(name):
-    read = plain_reader(DIALECTS[name])
-    key = "content" if name == "openai-chat" else "text"
-    twice = [json.dumps(_said(name, text, **{"x": {key: text}})).encode() for text in ("a", "b")]
-    assert [read(data) for data in twice] == ["a", "b"]
-    mixed = twice[0].replace(b'"a"', b'"c"', 1)
-    assert read(mixed) == DIALECTS[name].plain(mixed)
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -5,13 +5,14 @@ import json
 import socketserver
 import subprocess
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import orjson
 import pytest
 
-from llm_bench import probe, records, talk, targets
+from llm_bench import mistaken, probe, records, talk, targets
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
 from llm_bench.targets import Target
@@ -169,6 +170,23 @@ def test_a_self_signed_certificate(api, model, tmp_path):
     with ScriptedGrpc(serve(models=MODELS), identity) as server:
         assert "its certificate is not trusted" in mistake(target_of(server, api, model))
         assert probed(target_of(server, api, model, cafile=str(cert))).model == model
+
+
+@BOTH
+def test_a_client_certificate_is_shown_and_without_it_nobody_is_measured(api, model, tmp_path):
+    for name in ("theirs", "ours", "others"):
+        (tmp_path / name).mkdir()
+    (key, cert), ours, others = (make_certificate(tmp_path / name) for name in ("theirs", "ours", "others"))
+    pair = [(key.read_bytes(), cert.read_bytes())]
+    identity = grpc.ssl_server_credentials(pair, ours[1].read_bytes(), require_client_auth=True)
+    with ScriptedGrpc(serve(models=MODELS), identity) as server:
+        bare = target_of(server, api, model, cafile=str(cert))
+        shown = [replace(bare, key=str(key), cert=str(cert)) for key, cert in (ours, others)]
+        assert probed(shown[0]).model == model
+        # Whether grpcio says how the connection ended, or that `localhost` has an address that refuses, is chance.
+        assert "is not ready after" in mistake(bare)
+        assert "is not ready after" in mistake(shown[1])
+    assert "as where a client certificate is asked for" in mistaken.of_close(bare, "UNAVAILABLE: Socket closed")
 
 
 def test_a_grpc_server_given_as_http():

@@ -10,22 +10,23 @@ ROOT = Path(__file__).parents[1]
 # Import order of llm_bench, as DESIGN.md gives it.
 LAYERS = """errors limits printable clock exchange http1 stats steady pairs changes request ticks prefixes fields
 captured agentic formats containers sheet arrange trace workload doctor trace_report trace_plot fit
-model_file law synth servegen goodness goodness_plot anonymise mix neighbours selection prompts bodies
-framing protocol dialect_openai dialect_anthropic dialect_chunks dialect_llamacpp dialect_responses
-dialect_sglang dialect_tgi dialect_triton dialect_http grpc_frames kserve_messages dialect_pooling
-kserve_tensors dialect_kserve dialect_kserve_grpc dialects answer null_target host calibration proxy
-prometheus server_names server_metrics scrape_machine targets grpc_wire grpc_talk talk mistaken pins
-probe scrape plan arms shapes columns records retry connection wire flights driver shards transport cell
-beside faults fault_doing measure book run windows series outcomes slo metrics decompose energy
-objectives identities sending facts client evidence diagnose_client diagnose_memory diagnose_queue
-diagnose_server diagnose_stream diagnose_replicas diagnose same_work host_checks doubts as_tools
-interference results repeats recovery recovery_words words timeline svg definitions grid terminal_report
-markdown export parquet charts html_report report rules gate pairing gate_report equal_arms compare
-history trend diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask carried
-kv_gauge knobs kv_plan capacity_fleet capacity_plan capacity_report search_evidence search_backlog
-search search_report search_run selfcheck terminal options host_clock host_part host_agent host_link
-hosts ray_hosts cli_run convert cli_trace cli_gate cli_canary cli_capacity cli_diagnose cli_search
-perplexity probe_report scoring_ask cli fault_proxy""".split()
+model_file law synth servegen goodness goodness_plot anonymise parts mix neighbours selection prompts
+bodies framing protocol dialect_openai dialect_anthropic dialect_chunks dialect_llamacpp
+dialect_responses dialect_sglang dialect_tgi dialect_triton dialect_http grpc_frames kserve_messages
+dialect_pooling kserve_tensors dialect_kserve dialect_kserve_grpc dialects plain answer null_target host
+calibration proxy prometheus server_names server_metrics scrape_machine targets grpc_wire grpc_talk talk
+mistaken pins probe_management probe_prompts probe scrape plan arms shapes columns records retry
+connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order measure
+book run windows series outcomes slo metrics decompose energy objectives identities sending facts client
+evidence diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
+diagnose_replicas diagnose_failures diagnose same_work host_checks doubts as_tools interference results
+repeats recovery recovery_words words timeline svg definitions grid terminal_report markdown export
+parquet charts html_facts html_tables html_report report rules gate pairing gate_report equal_arms
+compare history trend diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask
+carried kv_gauge knobs kv_plan capacity_fleet capacity_plan capacity_report search_evidence
+search_backlog search search_report search_run selfcheck terminal options host_clock host_part
+host_agent host_link hosts ray_hosts cli_run convert cli_trace cli_gate cli_canary cli_capacity
+cli_diagnose cli_search perplexity probe_report scoring_ask cli""".split()
 
 PURE = """printable prometheus server_names server_metrics energy kv_gauge capacity_fleet search_evidence
 search_backlog diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
@@ -38,7 +39,7 @@ history kv_cache curves capacity batch_window accelerators sheet arrange law fra
 dialect_openai dialect_responses dialect_tgi dialect_triton dialect_sglang dialect_llamacpp
 dialect_anthropic dialect_chunks interference neighbours trend grpc_frames kserve_messages
 dialect_kserve_grpc faults recovery recovery_words host_clock host_checks dialect_pooling dialect_kserve
-dialect_http kserve_tensors perplexity""".split()
+dialect_http kserve_tensors perplexity html_facts html_tables plain parts diagnose_failures""".split()
 PURE_ENGINE = "sequence admission blocks policies scheduler account faults openapi batcher embeddings kserve".split()
 IMPURE = {"socket", "asyncio", "time", "torch", "subprocess", "threading", "httpx", "select"}
 

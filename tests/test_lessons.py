@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import lesson_page, lessons
+from bench import lesson_cap, lesson_page, lessons
 from bench.lesson_measured import counterpart, figures
-from bench.lesson_sim import BASE, Ran, chat, simulate
-from bench.lessons import LESSONS, batched, chunked, p
+from bench.lesson_sim import BASE, Ran, chat, p, simulate
+from bench.lessons import LESSONS, batched, chunked
 from llm_bench import records
 from llm_bench.records import Record
 from reference_engine.virtual import Arrival
@@ -32,6 +32,17 @@ def test_a_smaller_chunk_trades_the_first_token_for_even_gaps() -> None:
     assert p(small.longest_gap_s, 95) < 0.5 * p(large.longest_gap_s, 95)
     assert p(small.ttft_s, 95) > 1.05 * p(large.ttft_s, 95)
     assert small.tokens_per_s == pytest.approx(large.tokens_per_s, rel=0.02)
+
+
+def test_a_cap_on_one_prompt_lets_others_in_and_too_small_a_one_is_for_nothing() -> None:
+    none, half, least = (simulate(lesson_cap.capped(cap), lesson_cap.crowd()) for cap in (0, 256, 64))
+    ttft_s = [
+        (p(ran.ttft_s[ran.clients == "short"], 95), ran.ttft_s[ran.clients == "long"]) for ran in (none, half, least)
+    ]
+    assert ttft_s[1][0] < 0.2 * ttft_s[0][0]
+    assert (ttft_s[0][1] < ttft_s[1][1]).all()
+    assert (1.5 * ttft_s[1][1] < ttft_s[2][1]).all()
+    assert ttft_s[2][0] > 0.5 * ttft_s[1][0]
 
 
 def test_too_little_memory_is_late_before_it_is_slow() -> None:

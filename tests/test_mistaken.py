@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.fixtures.protocols import MODEL, OVER_HTTP, SPEAKS, body_of, serve
 from tests.scripted import Scripted, http_response
 
 every = pytest.mark.parametrize("name", OVER_HTTP)
+NONE = Path("no-such-targets.toml")
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Welcome to nginx!</title></head><body>hello</body></html>"
 WITHOUT_LIST = [name for name in OVER_HTTP if not DIALECTS[name].site.models]
 
@@ -83,13 +85,23 @@ def test_a_model_that_is_not_there(name):
     row = DIALECTS[name]
     with Scripted(serve(name)) as server:
         target = at(server, name, model="nope")
-        if row.takes.model == "":  # one model, whatever it is called: said, and no error
-            found = probe.probe(target, silent, 5.0)
-            assert not row.site.models or any("'nope' is not among" in note for note in found.notes)
+        if row.takes.model == "" and not row.site.models:  # one model, whatever it is called
+            assert probe.probe(target, silent, 5.0).model == "nope"
             return
         said = refused(target)
     assert "nope" in said
+    if row.takes.model == "":  # no request would name it, and its answers would be reported as another model's
+        assert f"and a request of {name} names none" in said
+        assert ", m, " in said
+        return
     assert SPEAKS[name].unknown[2] in said
+
+
+def test_a_part_of_the_servers_name_is_no_wrong_one():
+    """Of a file /models/Llama-3-8B.gguf, llama-3-8b."""
+    target = Target("t", "http://h", api="llamacpp", model="llama-3-8b")
+    assert mistaken.of_name(target, ["/models/Llama-3-8B.gguf"]) == ""
+    assert mistaken.of_name(target, ["/models/Qwen3-8B.gguf"])
 
 
 @every
@@ -134,6 +146,35 @@ def test_a_protocol_given_as_another(name, api):
         sign = {"tei-rerank": "tgi"}.get(name, "triton-generate" if "tri" in name or "kserve" in name else name)
         assert f"it answers as --api {sign} would at http://127.0.0.1" in said
     assert "correct the URL" in said or f"is it {api}?" in said or "probe request failed" in said
+
+
+@pytest.mark.parametrize(
+    ("page", "sign"),
+    [
+        ({"name": "triton", "version": "2.51.0", "extensions": ["statistics"]}, "triton-generate"),
+        ({"name": "mlserver", "version": "1.7.1", "extensions": []}, "kserve-http"),
+        ({"name": "our-own", "version": "1"}, "kserve-http"),
+    ],
+)
+def test_of_the_servers_that_speak_kserve_only_triton_has_a_generate_extension(page, sign):
+    def answer(number, seen):
+        return body_of(page) if seen.path == "/v2" else body_of({"detail": "Not Found"}, 404)
+
+    with Scripted(answer) as server:
+        said = refused(Target("t", server.url))
+    assert f"it answers as --api {sign} would at {server.url.removesuffix('/v1')}" in said
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_a_right_url_looks_like_is_said_by_the_one_that_was_given(name):
+    """And what is said of it is one: a target of that URL asks where the protocol's servers answer."""
+    row = DIALECTS[name]
+    said = mistaken._right(Target("t", "http://host:9000/wrong/v7", api=name))
+    url = said.rpartition("such as ")[2]
+    assert said.startswith(f"{'an' if name[0] in 'aeio' else 'a'} {name} URL ")
+    assert url == ("http://host:9000/ROUTE" if not row.path else f"http://host:9000{row.site.base}")
+    targets.parse(f"t={url}", NONE, {"api": name} | ({"http": EXAMPLE} if name == "http" else {}))
+    assert "OpenAI" not in said
 
 
 def test_an_openai_url_without_its_version_is_told_the_right_one():

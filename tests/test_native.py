@@ -37,9 +37,10 @@ def numbers(*size: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-# Rows beyond a tile (6), beyond a pass (96); inputs and outputs off 2, 8 and 16.
-SIZES = [(1, 1, 1), (1, 768, 64), (2, 17, 15), (4, 33, 48), (5, 64, 16), (6, 7, 17), (7, 80, 100), (13, 72, 33),
-         (96, 24, 16), (97, 31, 40), (200, 8, 31)]  # fmt: skip
+# Rows of each tile (1 to 12), beyond one (6 or 12), beyond a pass (96); inputs and outputs off 2, 8 and 16.
+SIZES = [(1, 1, 1), (1, 768, 64), (2, 17, 15), (3, 9, 16), (4, 33, 48), (5, 64, 16), (6, 7, 17), (7, 80, 100),
+         (8, 20, 33), (9, 5, 16), (10, 40, 31), (11, 3, 17), (12, 64, 16), (13, 72, 33), (96, 24, 16), (97, 31, 40),
+         (200, 8, 31)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
@@ -93,6 +94,19 @@ def test_a_product_of_8_bit_weights_is_that_of_float64(rows: int, inputs: int, o
     assert ((out - right).abs() <= bound).all()
     assert ((quant.product_of_weights(x, integers, by_output, bias) - right).abs() <= bound).all()
     assert torch.equal(native.product_weights8(x[-1:], panels, by_output, bias)[0], out[-1])
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+def test_machines_with_more_lanes_give_the_same_bits(rows: int, inputs: int, outputs: int) -> None:
+    if "avx2" not in BUILDS:
+        pytest.skip("this machine has no more than AVX2")
+    x, panels = numbers(rows, inputs), native.pack(numbers(outputs, inputs, seed=1))
+    found = []
+    for name in ("avx2", "vectors"):
+        out = torch.empty(rows, outputs)
+        built(name).product_float32(out.data_ptr(), x.data_ptr(), rows, inputs, outputs, panels.data_ptr(), None)
+        found.append(out)
+    assert torch.equal(*found)
 
 
 def test_an_int8_product_of_the_largest_numbers_does_not_overflow() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -54,12 +56,30 @@ def test_what_is_known_of_a_build_says_whose_word_it_is():
 
 def test_several_targets_stand_side_by_side_with_the_notes_of_each():
     with Scripted(serve("tgi")) as one, Scripted(serve("openai-chat")) as other:
-        table = probe_report.side_by_side([found(one, "tgi", "a"), found(other, "openai-chat", "b")])
+        both = [found(one, "tgi", "a"), found(other, "openai-chat", "b")]
+    table = probe_report.side_by_side(both)
     rows = {row[0]: row[1:] for row in table}
     assert rows["protocol (api)"] == ["tgi", "openai-chat"]
     assert rows["lengths can be pinned"] == ["no", "yes"]
-    assert rows["notes"][0].startswith("lengths are not pinned: tgi has no way to ask for it")
     assert {len(row) for row in table} == {3}
+    assert probe_report.note_lines(both)[0].startswith("a: lengths are not pinned: tgi has no way to ask for it")
+
+
+def test_a_note_of_several_targets_is_said_once_and_a_row_of_one_is_a_dash_for_others():
+    with Scripted(serve("tgi")) as one:
+        target, of = found(one, "tgi", "a")
+    busy = of._replace(workers="1 of 1 ready, batches of at most 4", notes=[*of.notes, "alone"])
+    several = [(target, of), (replace(target, name="b"), busy)]
+    assert {row[0]: row[1:] for row in probe_report.side_by_side(several)}["workers"] == ["–", busy.workers]
+    lines = probe_report.note_lines(several)
+    assert sorted(line.partition(":")[0] for line in lines) == ["a, b"] * (len(of.notes) + 1) + ["b"]
+
+
+def test_a_target_that_counts_no_prompt_tokens_is_not_said_to_cost_one_a_word():
+    with Scripted(serve("ray-serve")) as one:
+        target, of = found(one, "ray-serve")
+    assert (of.sized, of.tokens_per_word) == (False, 1.0)
+    assert dict(probe_report.check_rows(target, of))["tokens of a prompt"] == "not reported: a word is taken for one"
 
 
 def test_where_greedy_answers_part_is_said_with_both_texts_and_what_prompts_cost():
@@ -140,5 +160,21 @@ def test_the_command_shows_a_table_and_the_agreement_and_refuses_one_target_alon
         assert "greedy answers are the same" in ran.output
         assert "  a: not scored: the protocol tgi has no way to ask for it\n" in ran.output
         assert "  b: not scored: HTTP 404: The model `nope` does not exist.\n" in ran.output
+        assert re.search(r"^note of a: lengths are not pinned: tgi has no way", ran.output, re.MULTILINE)
         alone = CliRunner().invoke(app, ["targets", "check", "a", "--agree"])
     assert "--agree: one target, a, expected two or more" in str(alone.exception)
+
+
+def test_five_targets_fit_a_terminal_of_eighty_columns(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    with Scripted(serve("tgi")) as server:
+        url = server.url.removesuffix("/v1")
+        asked = ",".join(f"{name}={url}" for name in "abcde")
+        ran = CliRunner().invoke(app, ["targets", "check", asked, "--api", "tgi"])
+    assert ran.exit_code == 0, ran.output
+    table = [line for line in ran.output.splitlines() if line[:1] in "┏┃┡│└"]
+    assert max(map(len, table)) <= 80
+    assert sum("lengths are not" in line for line in ran.output.splitlines()) == 1  # under the table, once
+    assert "note of a, b, c, d, e: lengths are not pinned: tgi has no way to ask for it" in ran.output
+    assert "…" not in ran.output

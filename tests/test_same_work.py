@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llm_bench.columns import Cell
@@ -61,6 +61,7 @@ def test_the_same_work_is_none() -> None:
 def test_what_only_one_side_says_is_no_difference() -> None:
     assert between(target={"precision": "fp8"}) == {}
     assert between(probe={"tokens_per_word": None, "rtt_ms": None}) == {}
+    assert between(probe={"tokens_per_word": 1.0, "sized": False}) == {}  # a word was taken for a token, unchecked
     assert between(tokens_cached=99) == {}
     assert between(tokens_out=-1, tokens_out_from="") == {}
     assert between(tokens_out=9, tokens_out_from="events") == {}  # events are an estimate
@@ -154,7 +155,9 @@ def test_a_cell_without_an_answer_differs_in_nothing_that_can_be_told(empty: Cel
     assert differences(first, second) == []
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.integers(1, 400))
+@example(200, 204)
 def test_differences_are_seen_from_either_side(x: int, y: int) -> None:
     def of(tokens: int) -> Side:
         return Side("a", work(3, tokens_in=tokens, tokens_cached=0, probe={"tokens_per_word": tokens / 100}))

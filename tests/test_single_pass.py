@@ -113,9 +113,10 @@ def test_a_diagnosis_speaks_of_its_queue_and_of_no_first_token():
 
 
 def test_a_run_of_single_passes_alone_has_their_columns(tmp_path):
-    run = folder(tmp_path, vectors=passes(server_queue_ms=3.0, server_prefill_ms=90.0))
+    run = folder(tmp_path, vectors=passes(server_queue_ms=3.0, server_prefill_ms=90.0, server_batch=6.0))
     names = words.or_default(Asked(), run).names
-    assert names == ("e2e_p50", "e2e_p95", "e2e_p99", "queue_p95", "prefill_p95", "requests_per_second", "error_rate")
+    of_server = ("queue_p95", "prefill_p95", "batch_mean")
+    assert names == ("e2e_p50", "e2e_p95", "e2e_p99", *of_server, "requests_per_second", "error_rate")
     for kind in ("terminal", "md", "html"):
         text = report.render([run], Asked(), kind)
         assert SINGLE_PASS in text, kind
@@ -124,6 +125,7 @@ def test_a_run_of_single_passes_alone_has_their_columns(tmp_path):
     assert "tpot" not in text
     document = json.loads(export.json_text([run], Asked()))
     assert list(document["runs"][0]["cells"][0]["metrics"]) == list(names)
+    assert document["runs"][0]["cells"][0]["metrics"]["batch_mean"]["value"] == 6.0
 
 
 def test_a_run_of_both_kinds_says_the_first_decision_and_each_target_has_its_own_columns(tmp_path):

@@ -383,6 +383,28 @@ def test_a_cancel_closes_the_socket_at_its_time_and_the_server_sees_it(run: Run)
     assert 0 <= (exchange.end_ns - exchange.sent_ns) / 1e9 - 0.15 < NOTICE_S
 
 
+@pytest.mark.parametrize("run", LOOPS)
+def test_on_a_kept_connection_each_request_has_its_own_limits_whatever_those_before_it_had(run: Run) -> None:
+    """The alarm of a request that was answered is left to ring: it ends no later one, nor lets one live too long."""
+    takes_ms = [0, 400, 0, 2000]  # the second outlives the first one's limit, the last does not outlive its own
+
+    def answer(number: int, seen: Seen) -> Script:
+        return [(takes_ms[number], http_response(200, b"{}"))]
+
+    async def main(url: str) -> list[Exchange]:
+        wire = wire_to(url, Timeouts(total_s=30))
+        got = [await wire.send(BODY, cancel_after_s=limit_s) for limit_s in (0.2, None, 20, 0.3)]
+        wire.close()
+        return got
+
+    with Scripted(answer) as server:
+        got = run(main(server.url))
+        assert server.connections == 1
+    assert [exchange.ended for exchange in got] == [COMPLETE] * 3 + [CANCELLED]
+    last_s = (got[-1].end_ns - got[-1].sent_ns) / 1e9
+    assert 0.3 <= last_s < 1.5
+
+
 # ---- the pool
 
 

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llm_bench import calibration, probe, records, results, selfcheck, targets
+from llm_bench import calibration, clock, probe, records, results, selfcheck, targets
 from llm_bench.cell import Cell, Options
 from llm_bench.measure import announcement, crew, measure
 from llm_bench.plan import Load
@@ -219,11 +220,14 @@ def test_a_full_disk_in_a_worker_is_one_sentence_and_what_was_begun_is_accounted
 # ---- the client's own limits
 
 
-def _cell(url: str, out: Path, requests: int, load: Load | int, tokens: int = 4) -> Cell:
+def _cell(
+    url: str, out: Path, requests: int, load: Load | int, tokens: int = 4, prompts_of: Sequence[int] = ()
+) -> Cell:
     load = Load(concurrency=load) if isinstance(load, int) else load
     target = targets.Target("t", url)
     found = probe.probe(target, lambda text: None, 5.0)
     rows_ = [Request(tokens_in=8, tokens_out=tokens) for _ in range(requests)]
+    rows_ += [Request(tokens_in=8, tokens_out=tokens, prompt="x" * size) for size in prompts_of]
     return Cell(Options(out=out), "x", 0, target, found, rows_, load)
 
 
@@ -323,6 +327,22 @@ def test_2000_streams_on_one_worker_without_an_error(tmp_path):
     cell = records.read(next((tmp_path / "run").glob("*.arrow")))
     assert cell.n == 6000
     assert (cell["outcome"] == "ok").all()
+
+
+def test_prompts_of_a_mebibyte_are_made_before_the_clock_starts_and_arrive_whole(tmp_path):
+    sizes = [1 << 20 if i % 4 == 0 else 100 for i in range(24)]
+    made_ns = []
+    with Scripted(llm_server(lambda n, seen: good(seen, 20))) as server:
+        cell = _cell(server.url, tmp_path, 0, 8, prompts_of=sizes)
+        encode = cell.dialect.encode
+        cell.dialect = cell.dialect._replace(encode=lambda *what: (made_ns.append(clock.now_ns()), encode(*what))[1])
+        end = measure(cell, {}, lambda text: None, lambda text: None)
+        arrived = [prompt_of(seen) for seen in server.requests if "x-request-id" in seen.headers]
+    assert end["counts"]["ok"] == len(made_ns) == 24
+    assert max(made_ns) < end["start_ns"]
+    assert sorted(map(len, arrived)) == sorted(sizes)
+    written = records.read(tmp_path / f"{cell.name}.arrow")
+    assert (np.sort(written["bytes_out"])[-6:] > 1 << 20).all()
 
 
 # ---- several addresses of one target; between cells
