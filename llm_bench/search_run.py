@@ -78,9 +78,7 @@ def find(job: Job, options: Options, asked: Search, say: Say, live: Say) -> tupl
         ready = [run.begin(t, options, rows, exact.get(t.name), say, stack) for t in job.targets]
         book.begin({arm.target.name: run.deciding(arm.found) for arm in ready})
         searched = [_Searched(job, options, asked, arm, book) for arm in ready]
-        for (
-            target
-        ) in searched:  # all before the first cell: of what was found nothing is lost to the next one's refusal
+        for target in searched:  # all before the first cell: no answer is lost to the next target's refusal
             target.check_begun()
         for target in searched:
             result, ended = target.run(say, live)
