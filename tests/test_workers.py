@@ -231,21 +231,20 @@ def _cell(
     return Cell(Options(out=out), "x", 0, target, found, rows_, load)
 
 
-@pytest.mark.parametrize(("blocked_s", "limited"), [(0.03, True), (0.0, False)])
-def test_a_loop_that_is_blocked_makes_the_cell_client_limited(tmp_path, blocked_s, limited):
+def test_a_loop_that_is_blocked_makes_the_cell_client_limited(tmp_path):
     def live(text: str) -> None:  # called in the event loop, four times a second
         if text:
-            time.sleep(blocked_s)
+            time.sleep(0.03)
 
     with Scripted(llm_server(lambda n, seen: good(seen, 400))) as server:
         cell = _cell(server.url, tmp_path, 16, 2)
         end = measure(cell, {}, lambda text: None, live)
-    assert (end["loop_lag_p99_ms"] > 10) is limited
+    assert end["loop_lag_p99_ms"] > 10
     long = [ms for at_ns, ms in end["loop_stalls"] if at_ns > end["start_ns"] and ms > 10]
     assert len(long) == len(end["loop_stalls"])
-    assert len(long) >= 2 * limited
+    assert len(long) >= 2
     (tmp_path / "run.json").write_text(json.dumps({"cells": [{"name": cell.name, "end": end}]}))
-    assert results.verdict(results.load_run(tmp_path)).client_limited is limited
+    assert results.verdict(results.load_run(tmp_path)).client_limited
 
 
 def test_auto_workers_follow_the_load_and_the_calibration(tmp_path, monkeypatch):
