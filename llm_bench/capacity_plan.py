@@ -116,7 +116,7 @@ def plan(runs: Sequence[Run], ask: Ask) -> list[Section]:
             title = f"{bracket.target}, {_KINDS.get(bracket.kind, bracket.kind)}" + (
                 f", run {run.path.name}" if len(runs) > 1 else ""
             )
-            sections += _of_bracket(run, bracket, ask, title, f"{i}_{bracket.target}_{bracket.kind}")
+            sections += _of_bracket(run, cells, bracket, ask, title, f"{i}_{bracket.target}_{bracket.kind}")
     ways = knobs.compare_settings(runs, by_run, ask.prices, ask.utilization)
     if len(ways) > 1:
         sections.append(knobs.settings_section(ways, ask.money))
@@ -131,7 +131,7 @@ def _slo(ask: Ask, kept: bool) -> Section:
     return Section("limits", "SLO", notes=[f"{ask.slo.text}{', as the run was made with' if kept else ''}"])
 
 
-def _of_bracket(run: Run, bracket: Bracket, ask: Ask, title: str, key: str) -> list[Section]:
+def _of_bracket(run: Run, evidence: list[Carried], bracket: Bracket, ask: Ask, title: str, key: str) -> list[Section]:
     busiest = carried.busiest(bracket.cells)
     most = busiest.cell if isinstance(busiest, Busiest) else None
     loads = _loads(bracket, most, ask, title)
@@ -140,7 +140,7 @@ def _of_bracket(run: Run, bracket: Bracket, ask: Ask, title: str, key: str) -> l
     sections = [loads._replace(notes=[*several, *loads.notes])]
     sections += [_within(bracket, ask)] if ask.slo.limits else []
     at = bracket.low or most or bracket.cells[0]
-    measured = next(m for m in run.cells if m.load == at.load and m.target == at.target)
+    measured = next(m for m, c in zip(run.cells, evidence, strict=True) if c is at)
     held: Resident | str = "no --model-config"
     if ask.hardware is not None:
         held = carried.resident(measured.cell, measured.window, ask.hardware.block_size)

@@ -14,6 +14,8 @@ from llm_bench.evidence import Work, work_of
 from llm_bench.identities import little
 from llm_bench.objectives import Judged, Slo
 from llm_bench.results import Measured, Run
+from llm_bench.search import Plan, points
+from llm_bench.search_evidence import seen
 from llm_bench.series import due_in, outcome_in
 from llm_bench.windows import Window
 
@@ -94,7 +96,33 @@ class Bracket(NamedTuple):
 def evidence(run: Run, agreed: Slo) -> list[Carried]:
     """Each cell of the run. Without limits nothing is judged, and nothing is proven."""
     limited = [{d.kind for d in found} for found in run.doubts]
-    return [_carried(run, m, agreed, kinds) for m, kinds in zip(run.cells, limited, strict=True)]
+    found = [_carried(run, m, agreed, kinds) for m, kinds in zip(run.cells, limited, strict=True)]
+    return _together(run, found, agreed) if agreed.limits else found
+
+
+def _together(run: Run, found: list[Carried], agreed: Slo) -> list[Carried]:
+    """Cells of one load have the verdict of all of them: to take the luckiest of several would prove too much."""
+    by_load: dict[tuple[str, str, str], list[int]] = {}
+    for i, c in enumerate(found):
+        by_load.setdefault((c.target, c.kind, c.load), []).append(i)
+    for places in (p for p in by_load.values() if len(p) > 1):
+        plan = Plan("concurrency" if found[places[0]].kind == "closed" else "rate", agreed.limits)
+        cells = [
+            seen(
+                str(i),
+                found[i].level,
+                run.cells[i].cell,
+                run.cells[i].window,
+                agreed,
+                reason=str(run.cells[i].end.get("reason") or ""),
+                client_limited=bool(set(found[i].doubts) & set(CLIENT_LIMITED)),
+            )
+            for i in places
+        ]
+        (point,) = points(plan, cells)
+        for i in places:
+            found[i] = found[i]._replace(verdict=point.verdict, why=f"its {len(places)} cells together: {point.why}")
+    return found
 
 
 def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
@@ -199,7 +227,7 @@ def _bracket(target: str, kind: str, cells: list[Carried]) -> Bracket:
     ordered = sorted(cells, key=lambda c: c.level)
     high = next((c for c in ordered if c.verdict == "MISSED"), None)
     below = [c for c in ordered if high is None or c.level < high.level]
-    met = [c for c in below if c.verdict == "MET" and c.rate]
+    met = [c for c in below if c.verdict == "MET" and c.rate and c.state in ("", windows.STATIONARY)]
     # Beyond its knee a closed loop may carry less at more slots: the most that was carried within the SLO counts.
     return Bracket(target, kind, max(met, key=lambda c: (c.rate or 0, c.level), default=None), high, tuple(ordered))
 

@@ -245,7 +245,14 @@ def _hardware(params: Mapping[str, Any]) -> "Hardware | None":
         raise BenchError("--model-config without memory: give --accelerator, or --memory-gib of one")
     kv_bytes = _of_table(params["kv_dtype"], kv_cache.KV_BYTES, "--kv-dtype")
     config, where = read_config(params["model_config"]) if params["model_config"] else ({}, "--kv-bytes")
-    precision = params["weights_precision"] or kv_cache.stored_in(config) or "bf16"
+    stored = kv_cache.stored_in(config)
+    known = params["weights_precision"] or params["weights_gib"] is not None or stored
+    if not known and (named := kv_cache.quantised_as(config)):
+        raise BenchError(
+            f"--model-config {where}: quantised in a way that is not known here ({named}): give --weights-precision "
+            "or --weights-gib"
+        )
+    precision = params["weights_precision"] or stored or "bf16"
     weight_bytes = _of_table(precision, kv_cache.WEIGHT_BYTES, "--weights-precision")
     shape = kv_cache.shape_of(config, where) if params["kv_bytes"] is None else None
     count, gib = params["count"], kv_cache.GIB

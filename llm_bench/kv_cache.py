@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from llm_bench.errors import BenchError
+from llm_bench.printable import clean
 
 GIB, GB = 2**30, 10**9
 
@@ -233,6 +234,15 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _BITS = {8: "int8", 4: "int4"}
+
+
+def quantised_as(config: Mapping[str, Any]) -> str:
+    """What a config.json says of its weights' quantisation, in a word; "" where it says nothing."""
+    quantised = config.get("quantization_config") or _text_part(config).get("quantization_config")
+    if not quantised:
+        return ""
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    return clean(str(method or "quantization_config"))[:40]
 
 
 def stored_in(config: Mapping[str, Any]) -> str | None:

@@ -29,7 +29,9 @@ _TLS = {  # OpenSSL's words
 _ALERT = re.compile(r"(?:ALERT|TLSV1)_(?!ALERT)(\w+)")
 _OF_CERTIFICATES = re.compile("certificate|handshake failure|unknown ca")
 _NO_CERTIFICATE = "it asks for a client certificate; name its files by `cert` and `key` of its table in targets.toml"
-_WRONG_CERTIFICATE = "it refused the client certificate of `cert` ({}); give one that its authority has signed"
+_WRONG_CERTIFICATE = (
+    "it refused the client certificate of `cert` ({}); give one that its authority has signed and that is valid today"
+)
 _PAGE = re.compile(rb"SSL certificate (was sent|error)")  # nginx's
 _CLOSED = re.compile("UNEXPECTED_EOF|disconnected without|Connection reset|Socket closed")  # OpenSSL, HTTP, TCP, gRPC
 _NO_HANDSHAKE = "it ended the TLS handshake ({}); correct the URL"
@@ -86,7 +88,7 @@ def of_close(target: Target, why: str) -> str:
     if not target.url.startswith("https") or not _CLOSED.search(why):
         return ""
     likely = (
-        "the client certificate of `cert` is not one of its authority's"
+        "the client certificate of `cert` is not one of its authority's, or has expired"
         if target.cert
         else ("a client certificate is asked for: `cert` and `key` of its table in targets.toml")
     )

@@ -323,8 +323,9 @@ def _reserve(found: Judged, cell: Cell, window: Window, client_limited: bool) ->
         reserve = "the window is too short" if window.opened else "the window never opened"
     elif window.state == windows.GROWING and found.verdict == "MET":
         reserve = f"the backlog grows by {window.growth:.3g}/s: a longer run would be slower"
-    elif client_limited and found.verdict == "MISSED" and not _failed_by_target(found.limit, cell, window):
-        which = "latency" if better == "lower" else "throughput"
+    elif client_limited and found.verdict == "MISSED" and not failed_by_target(found.limit, cell, window):
+        metric = found.limit.metric
+        which = metric.name if metric.unit == "share" else "latency" if better == "lower" else "throughput"
         reserve = f"this client was the limit, so that the target's own {which} may be better"
     if not reserve or found.verdict == "UNDECIDED":
         return found._replace(why=f"{found.why}; {reserve}" if reserve else found.why)
@@ -334,10 +335,11 @@ def _reserve(found: Judged, cell: Cell, window: Window, client_limited: bool) ->
 # Failures that a late or stalled client has no part in: the target's own word, or nobody who listens. Time-outs run in
 # this client's time, and a stream may be cut off for being read too slowly.
 _OWN_WORD = ("connect_error", "http_4xx", "empty_output", "short_output")
+_TOO_SLOW = 408  # the server waited for the request, which this client sent late or in parts
 _OVERLOADED = ("rejected", "http_5xx", "server_error_in_stream")  # may come of heaps, as a late open loop sends them
 
 
-def _failed_by_target(limit: Limit, cell: Cell, window: Window) -> bool:
+def failed_by_target(limit: Limit, cell: Cell, window: Window) -> bool:
     """Do failures that are not this client's doing miss a limit by themselves, all others taken for good?
 
     Its lateness takes none of them away and adds none: a lower bound of the share that failed. A closed loop never has
@@ -348,7 +350,8 @@ def _failed_by_target(limit: Limit, cell: Cell, window: Window) -> bool:
     closed = (cell.header.get("load") or {}).get("kind") == "closed"
     kinds = _OWN_WORD + _OVERLOADED if closed else _OWN_WORD
     judged = due_in(cell, window) & outcome_in(cell, "ok", "failed", *(("dropped",) if limit.share else ()))
-    failed = (outcome_in(cell, "failed") & cell.among("error_kind", *kinds))[judged]
+    own = cell.among("error_kind", *kinds) & (cell["status"] != _TOO_SLOW)
+    failed = (outcome_in(cell, "failed") & own)[judged]
     if not failed.any():
         return False
     share = float(failed.mean())

@@ -219,7 +219,7 @@ def _of_lengths(api: str, want: Asked, ask: Ask, pinned: bool, got: answer.Answe
 
 
 # Is the usage so far in every event that bears a token? Then the tokens of each event are known.
-CONTINUOUS = ("yes", "when asked", "no")
+CONTINUOUS = ("yes", "when asked", "no", "undecided")
 _ASKED_FOR = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # vLLM's, as SGLang has it
 
 
@@ -229,25 +229,33 @@ def _continuous(
     row = target.dialect
     if not ask.stream or not first.event_ns:
         return ""
-    if counts_in_events(exchange, row):
+    seen = counts_in_events(exchange, row)
+    if seen:
         return CONTINUOUS[0]
     if row.takes.usage_option and ask.include_usage and first.tokens_out_from == "usage":
-        request = replace(_question(0), tokens_out=_FEW, extra=_ASKED_FOR)
+        # Of several tokens even where lengths are not held.
+        request = replace(_question(0), prompt=AGREEMENT[0], tokens_out=_FEW, extra=_ASKED_FOR)
         got, asked = talk.ask(client, target, request, ask, timeouts)
-        if got.outcome == "ok" and counts_in_events(asked, row):
+        seen = counts_in_events(asked, row) if got.outcome == "ok" else False
+        if seen:
             return CONTINUOUS[1]
-    return CONTINUOUS[2]
+    return CONTINUOUS[3] if seen is None else CONTINUOUS[2]
 
 
-def counts_in_events(exchange: Exchange, row: Dialect) -> bool:
-    """Says each of several token-bearing events of a whole answer how many tokens there were so far, or are in it?"""
+def counts_in_events(exchange: Exchange, row: Dialect) -> bool | None:
+    """Says each of several token-bearing events of a whole answer how many tokens there were so far, or are in it?
+
+    None: there was one such event at most, and its count may be the whole answer's.
+    """
     events = FRAMINGS[row.comes.framing].events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)[0]
     try:
         chunks = [row.decode(data) for _, data in events]
     except ValueError:
         return False
     bearing = [chunk for chunk in chunks if any(delta.bears_token for delta in chunk.deltas)]
-    return len(bearing) > 1 and all(
+    if len(bearing) < 2:
+        return None
+    return all(
         (chunk.usage is not None and chunk.usage.completion_tokens >= 0)
         or (row.comes.counts_events and all(delta.token_ids >= 0 for delta in chunk.deltas))
         for chunk in bearing

@@ -71,13 +71,14 @@ def learn(
     begun_s = time.monotonic()
     fresh = [send(count) for count in words]
     triples: list[Triple] = []
-    while not once and not fresh[-1].failed and not fresh[-2].failed:
+    slow = time.monotonic() - begun_s > LONGEST_S  # a repeat would come too late to say anything
+    while not once and not slow and not fresh[-1].failed and not fresh[-2].failed:
         triples.append(Triple(fresh[-2], fresh[-1], send(words[1], fresh[-1].text)))
         over = time.monotonic() - begun_s > LONGEST_S or len(triples) == TRIPLES
         if over or triples[-1].again.failed or settled(triples):
             break
         fresh += [send(count) for count in words]
-    cache, seen = prefix_cache(triples) if triples else ("", "")
+    cache, seen = prefix_cache(triples) if triples else (UNDECIDED, "too slow to be timed") if slow else ("", "")
     reported = any(sent.cached >= 0 for sent in (*fresh, *(triple.again for triple in triples)))
     return _sized(fresh, notes)._replace(cached_reported=reported, cache=cache, cache_seen=seen)
 
@@ -104,15 +105,15 @@ def _sized(fresh: Sequence[Sent], notes: list[str]) -> Prompts:
 
 
 def settled(triples: Sequence[Triple]) -> bool:
-    """Would more of them change nothing?"""
-    return len(triples) > 1 and bool(_told(triples) or not all(map(_shows, triples[1:])))
+    """Would more of them change nothing? A count that the time speaks against is timed to the end."""
+    return len(triples) > 1 and (not all(map(_shows, triples[1:])) or bool(_told(triples) and not _belied(triples)))
 
 
 def prefix_cache(triples: Sequence[Triple]) -> tuple[str, str]:
     """(ON, OFF or UNDECIDED; what says so). Only ratios of times on one clock count, and all of them have to agree."""
     told, timed = _told(triples), _timed(triples[1:])
     cache = told or timed or UNDECIDED
-    if (told, timed) == (OFF, ON):
+    if _belied(triples):
         cache = UNDECIDED
     words = f"of a repeated prompt of {triples[0].fresh.words} words"
     shares = _shares(triples)
@@ -143,10 +144,17 @@ def _shares(triples: Sequence[Triple]) -> list[float]:
 
 
 def _told(triples: Sequence[Triple]) -> str:
+    """One that says it kept a prompt is enough; a first one may come too soon to be kept."""
     shares = _shares(triples)
-    if len(shares) < 2:
-        return ""
-    return ON if min(shares) >= _MOST else OFF if max(shares) <= _LEAST else ""
+    if shares and min(shares) >= _MOST:
+        return ON
+    return OFF if len(shares) > 1 and max(shares) <= _LEAST else ""
+
+
+def _belied(triples: Sequence[Triple]) -> bool:
+    """Does it count nothing cached, while every timed repeat is as fast as one from a cache?"""
+    late = triples[1:]
+    return _told(triples) == OFF and all(map(_shows, late)) and min(_saved(late)) >= _MOST
 
 
 def _shows(one: Triple) -> bool:
@@ -157,5 +165,10 @@ def _timed(triples: Sequence[Triple]) -> str:
     """By the share of what a prompt's length costs that its repeat has saved. Fewer than all triples decide nothing."""
     if len(triples) < TRIPLES - 1 or not all(map(_shows, triples)):
         return ""
-    saved = [(one.fresh.wait_ns - one.again.wait_ns) / (one.fresh.wait_ns - one.short.wait_ns) for one in triples]
+    saved = _saved(triples)
     return ON if min(saved) >= _MOST else OFF if max(saved) <= _MOST / 2 else ""
+
+
+def _saved(triples: Sequence[Triple]) -> list[float]:
+    """Of what a prompt's length costs, the share that its repeat has saved; of triples where the length shows."""
+    return [(one.fresh.wait_ns - one.again.wait_ns) / (one.fresh.wait_ns - one.short.wait_ns) for one in triples]

@@ -13,6 +13,7 @@ from llm_bench.protocol import same_build
 from llm_bench.series import outcome_in, single_pass
 
 MAX_TOKENS_OFF = 0.02  # a request, prompt or answer; tokens a word of the probe's text
+MAX_BYTES_OFF, MAX_HEAD_OFF = 0.1, 64  # of a request; bytes that names of hosts and models may be apart
 MAX_SHARE_APART = 0.02  # of answers, by what ended them
 MAX_CACHED_APART = 0.05  # of prompt tokens
 MAX_RTT_SHARE = 0.1  # of the smaller TTFT
@@ -155,7 +156,22 @@ def _tokenizer(a: Side, b: Side) -> str:
 
 
 def _prompt_tokens(a: Side, b: Side) -> str:
-    return _a_request(a, b, "tokens_in", "prompt tokens")
+    return _a_request(a, b, "tokens_in", "prompt tokens") or _bytes_sent(a, b)
+
+
+def _bytes_sent(a: Side, b: Side) -> str:
+    """Where one side counts no prompt tokens: a word was taken for a token there, and for what it costs at the other."""
+    silent = [side.name for side in (a, b) if not (side.cell["tokens_in"][side.ok] > 0).any()]
+    sent = [side.cell["bytes_out"][rows] for side, rows in zip((a, b), _both(a, b), strict=True)]
+    if not silent or any(not len(bytes_) or bytes_.min() < 0 for bytes_ in sent):
+        return ""
+    x, y = (float(bytes_.mean()) for bytes_ in sent)
+    if abs(x - y) <= max(MAX_BYTES_OFF * min(x, y), MAX_HEAD_OFF):
+        return ""
+    return (
+        f"bytes sent a request {x:,.0f} at {a.name}, {y:,.0f} at {b.name} ({y / x - 1:+.1%}), and "
+        f"{' and '.join(silent)} counts no prompt tokens"
+    )
 
 
 def _delivered(a: Side, b: Side) -> str:

@@ -139,7 +139,7 @@ def _point(plan: Plan, load: float, cells: Sequence[Seen]) -> Point:
     verdict: Verdict = "MISSED" if "MISSED" in verdicts else "UNDECIDED" if "UNDECIDED" in verdicts else "MET"
     telling = [x for x in limits if x.verdict == verdict]
     why = "; ".join(f"{x.limit.text}: {x.why}" for x in telling)
-    fails = any(x.limit.metric.name == "error_rate" for x in telling)  # a slow client makes no server fail
+    fails = any(s.fails for s in using)
     limited = verdict == "MISSED" and not fails and all(s.client_limited for s in using)
     if limited:
         verdict, trust = "UNDECIDED", "this client was the limit: what was missed may not be the target's fault"

@@ -64,6 +64,7 @@ class Seen(NamedTuple):
     unsound: str = ""  # why its window cannot carry a verdict: too short, not yet steady
     overloaded: str = ""  # by how much its backlog grows
     client_limited: bool = False  # this client was the limit: what was missed may not be the target's fault
+    fails: bool = False  # failures that are not this client's doing miss a limit by themselves
 
 
 class Limited(NamedTuple):
@@ -95,6 +96,10 @@ def seen(
     overloaded = f"the backlog grew by {window.growth:.3g} requests/s" if grows else ""
     if reason == OVERLOADED and not overloaded:
         overloaded = "it was ended early, since its backlog grew"
+    unsound = "" if overloaded or not answered else _unsound(window)
+    cap = (cell.header.get("load") or {}).get("max_in_flight")
+    if overloaded and client_limited and not windows.grows_in_time(cell, window, cap):
+        overloaded, unsound = "", f"{overloaded}, by what this client sent late"
     return Seen(
         name,
         load,
@@ -102,10 +107,16 @@ def seen(
         requests=cell.n,
         seconds=seconds,
         window=window.requests if window.opened else 0,
-        unsound="" if overloaded or not answered else _unsound(window),
+        unsound=unsound,
         overloaded=overloaded,
         client_limited=client_limited,
+        fails=client_limited and any(_fails(cell, window, limit) for limit in agreed.limits),
     )
+
+
+def _fails(cell: Cell, window: Window, limit: Limit) -> bool:
+    mine = objectives.of_class(cell, limit.of_class) if limit.of_class else cell
+    return objectives.failed_by_target(limit, mine, window)
 
 
 def _unsound(window: Window) -> str:

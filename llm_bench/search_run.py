@@ -27,6 +27,7 @@ from llm_bench.search_evidence import Seen, seen
 from llm_bench.search_report import so_far
 
 RECOVERED, RECOVERED_MS = 1.5, 20.0  # times what a request took alone at first, and ms more: the server is idle again
+_ARRIVALS = {"--by": "kind", "--burstiness or --constant": "burstiness", "--max-in-flight": "max_in_flight"}
 RECOVERIES = 5
 
 
@@ -98,7 +99,19 @@ class _Searched:
         self.plan = _plan(asked, alone_s)
         cells = [c for c in book.facts["cells"] if c["target"] == arm.target.name and book.is_done(c["name"])]
         cells.sort(key=lambda c: int(c["end"].get("place", 0)))
+        for c in cells:
+            self._check_arrivals(c["name"], c["load"])
         self.seen = [self._said(c["name"], c["end"]) for c in cells]
+
+    def _check_arrivals(self, name: str, had: dict[str, Any]) -> None:
+        """Raises BenchError for a cell of other arrivals, which is no evidence of a load of this search."""
+        asked = self._load(1)
+        for option, key in _ARRIVALS.items():
+            if had[key] != (now := getattr(asked, key)):
+                raise BenchError(
+                    f"--resume: {option} has changed ({key} from {had[key]} to {now}) since {name} was measured in "
+                    f"{self._options.out}; ask for the same, or give a new --out"
+                )
 
     def check_begun(self) -> None:
         """Raises BenchError where nothing was measured yet and the budget is too small for a first cell."""

@@ -274,9 +274,10 @@ def _check_url(who: str, url: str) -> None:
     if "@" in url:  # it would be stored with the command line and shown in `ps`
         raise BenchError(f"{who}: the URL holds a user or key; name the key's variable: --key-env")
     if "?" in url or "#" in url:
+        table = who.removesuffix(": management").replace(" ", "s.")
         raise BenchError(
             f"{who}: the URL holds a query, which would be stored and may be a key; send it as a header "
-            f"([{who.replace(' ', 's.')}.headers] in targets.toml), or name the key's variable: --key-env"
+            f"([{table}.headers] in targets.toml), or name the key's variable: --key-env"
         )
     try:
         parts = urlsplit(url)
@@ -348,15 +349,34 @@ def tls(target: Target) -> ssl.SSLContext:
 
 def certify(target: Target, context: ssl.SSLContext) -> None:
     """Lets a context show the client certificate. Raises BenchError; it names no file of `key`, which may be a key."""
+    asked: list[bool] = []
+
+    def password() -> str:  # asked for at the terminal otherwise, in the middle of a run
+        asked.append(True)
+        return ""
+
     try:
-        # A password is asked for at the terminal otherwise, in the middle of a run.
-        context.load_cert_chain(target.cert, target.key or None, password=lambda: "")
+        context.load_cert_chain(target.cert, target.key or None, password=password)
     except (OSError, ValueError) as e:
-        why = str(getattr(e, "reason", "") or getattr(e, "strerror", "") or e).lower().replace("_", " ")
+        why = "its key has a password" if asked else _unusable(target, e)
         files = "cert and key: PEM files that belong together, the key without a password"
         raise BenchError(
             f"target {target.name}: its client certificate cannot be used ({why}); expected {files}"
         ) from None
+
+
+def _unusable(target: Target, error: Exception) -> str:
+    """Which of a client certificate's files is not what it should be, by its key in the target's table."""
+    of_key = "key" if target.key else "cert"
+    wanted = (("cert", target.cert, b"CERTIFICATE"), (of_key, target.key or target.cert, b"PRIVATE KEY"))
+    for name, file, mark in wanted:
+        try:
+            body = Path(file).read_bytes()
+        except (OSError, ValueError) as e:
+            return f"the file of `{name}`: {(getattr(e, 'strerror', '') or 'cannot be read').lower()}"
+        if mark not in body:
+            return f"no {'certificate' if b'CERT' in mark else 'private key'} in the file of `{name}`"
+    return str(getattr(error, "reason", "") or getattr(error, "strerror", "") or error).lower().replace("_", " ")
 
 
 def auth_headers(target: Target) -> list[tuple[str, str]]:

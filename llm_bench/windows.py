@@ -194,6 +194,26 @@ def backlog_growth(cell: Cell, window: Window, cap: int | None = None) -> steady
     return steady.growth(since_ns / 1e9, in_flight_, _level(due, end_ns, at_ns), inside / 1e9, filled_s, cap)
 
 
+def grows_in_time(cell: Cell, window: Window, cap: int | None) -> bool:
+    """Does the backlog grow without what this client sent late, by its own lateness and not by a cap or a connection?
+
+    Sent in time each request ends sooner by its lag at most; when a cut one would have ended is known up to the longest
+    lag before the end.
+    """
+    due, tried = cell["due_ns"], attempted(cell)
+    late_ns = np.where(cell["ready_ns"] > 0, left_ns(cell) - cell["ready_ns"] - cell["connect_ns"], 0)[tried]
+    late_ns = np.maximum(late_ns, 0)
+    span_ns = window.end_ns - window.start_ns - int(late_ns.max(initial=0))
+    inside = due[(due >= window.start_ns) & (due < window.start_ns + span_ns)] - window.start_ns
+    if len(np.unique(inside)) < GROWTH_INSTANTS:
+        return False
+    since_ns = np.linspace(0, span_ns - 1, steady.SAMPLES).astype(np.int64)
+    ended_ns = np.maximum(cell["end_ns"][tried] - late_ns, due[tried])
+    at_ns = window.start_ns + since_ns
+    level, in_flight_ = _level(due, ended_ns, at_ns), _level(left_ns(cell)[tried] - late_ns, ended_ns, at_ns)
+    return steady.growth(since_ns / 1e9, in_flight_, level, inside / 1e9, limit=cap).growing
+
+
 def _trends(growth: steady.Growth) -> str:
     return (
         f"over the window the backlog grew by {growth.gained} (chance: {growth.swing:.0f}); "

@@ -369,3 +369,16 @@ def test_littles_law_of_steady_arrivals_by_hand(tmp_path):
     assert one.in_flight == pytest.approx(6, rel=0.01)
     assert capacity.rate_of(64, one.stay_s or 0) == pytest.approx(21.333, abs=1e-3)
     assert carried.IDLE_SLOTS in CLIENT_CHECKS
+
+
+def test_cells_of_one_load_are_judged_together_and_the_luckiest_proves_nothing(tmp_path):
+    """120 of 120 prove 95% alone; with two more cells that missed 3% each no share is proven at 99%."""
+    some = [[record(i, 100 * i, events=[100 * i + (90 if i % 20 == 7 and k else 20), 100 * i + 95])
+             for i in range(120)] for k in (1, 0, 1)]  # fmt: skip
+    rate = {"kind": "open", "rate": 10.0, "label": "rate=10/s", "warmup": 0.0}
+    limits = parse("ttft_p95<80ms")
+    run = run_of(tmp_path / "r", {f"{i:03}": (rows, rate) for i, rows in enumerate(some)})
+    assert {c.verdict for c in evidence(run, limits)} == {"UNDECIDED"}
+    assert brackets(evidence(run, limits))[0].low is None
+    alone = run_of(tmp_path / "alone", {"000": (some[1], rate)})
+    assert brackets(evidence(alone, limits))[0].low is not None

@@ -170,6 +170,11 @@ def test_precisions_and_configs_that_are_none_are_refused(model, tmp_path):
     base = [*WORKED, "--model-config", model, "--accelerator", "H100"]
     assert "expected one of fp32, bf16" in refused(*base, "--kv-dtype", "int3")
     assert "expected one of fp32, bf16" in refused(*base, "--weights-precision", "q4")
+    odd = tmp_path / "odd.json"
+    odd.write_text(json.dumps({**json.loads(Path(model).read_text()), "quantization_config": {"quant_method": "fp4x"}}))
+    odd_base = [*WORKED, "--model-config", odd, "--accelerator", "H100"]
+    assert "quantised in a way that is not known here (fp4x): give --weights-precision" in refused(*odd_base)
+    assert shown(*odd_base, "--weights-precision", "int4")
     broken = tmp_path / "config.json"
     for text, said in (("{", "not JSON"), ("[1]", "expected an object"), ("{}", "no num_hidden_layers")):
         broken.write_text(text)

@@ -23,10 +23,10 @@ diagnose_replicas diagnose_failures diagnose same_work host_checks doubts as_too
 repeats recovery recovery_words words timeline svg definitions grid terminal_report markdown export
 parquet charts html_facts html_tables html_report report rules gate pairing gate_report equal_arms
 compare history trend diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask
-carried kv_gauge knobs kv_plan capacity_fleet capacity_plan capacity_report search_evidence
-search_backlog search search_report search_run selfcheck terminal options host_clock host_part
-host_agent host_link hosts ray_hosts cli_run convert cli_trace cli_gate cli_canary cli_capacity
-cli_diagnose cli_search perplexity probe_report scoring_ask cli""".split()
+search_evidence search carried kv_gauge knobs kv_plan capacity_fleet capacity_plan capacity_report
+search_backlog search_report search_run selfcheck terminal options host_clock host_part host_agent
+host_link hosts ray_hosts cli_run convert cli_trace cli_gate cli_canary cli_capacity cli_diagnose
+cli_search perplexity probe_report scoring_ask cli""".split()
 
 PURE = """printable prometheus server_names server_metrics energy kv_gauge capacity_fleet search_evidence
 search_backlog diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream

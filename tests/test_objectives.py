@@ -243,6 +243,17 @@ def test_failures_that_are_not_the_clients_doing_miss_a_limit_in_a_limited_clien
             assert verdicts(c, limit) == ["MISSED"]
 
 
+@pytest.mark.parametrize(("status", "verdict"), [(408, "UNDECIDED"), (404, "MISSED")])
+def test_a_server_that_waited_in_vain_for_the_request_tells_of_this_client(status, verdict):
+    rows = [
+        record(i, 10 * i, end=10 * i + 1, outcome="failed", error_kind="http_4xx", status=status)
+        if i % 10 == 0
+        else record(i, 10 * i, events=[10 * i + 5.0])
+        for i in range(1000)
+    ]
+    assert verdicts(cell(rows, load={"kind": "closed"}), "error_rate<1%", client_limited=True) == [verdict]
+
+
 def test_slow_answers_of_a_limited_client_stay_undecided_beside_some_failures():
     # 2% were refused, which p95 allows; the 20% that miss it are late, and that may be the client's doing.
     rows = [

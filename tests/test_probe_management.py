@@ -1,6 +1,7 @@
 """TorchServe's management port: which model, which version, how many workers, and whether one is ready."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +122,8 @@ def test_only_protocols_with_such_a_port_take_its_url(tmp_path):
         targets.parse("t=http://h:8080", tmp_path / "none.toml", flags | {"api": "tgi"})
     with pytest.raises(BenchError, match="target t: management: the URL holds a user or key"):
         targets.parse("t=http://h:8080", tmp_path / "none.toml", flags | {"management": "http://u:p@h:1"})
+
+
+def test_a_query_in_its_url_names_the_table_of_the_target():
+    with pytest.raises(BenchError, match=r"target t: management: .* \(\[targets\.t\.headers\] in targets\.toml\)"):
+        targets.parse("t=http://h", Path("none.toml"), {"api": "torchserve", "management": "http://h:8081?key=1"})

@@ -41,6 +41,8 @@ TOLD_ON, TOLD_OFF = [triple(10, 11, 10, (4, 96))] * 2, [triple(10, 11, 10, (4, 4
         ([triple(10, 100, 98, (-1, 96))] * TRIPLES, ON, "96% of a repeated prompt"),  # though no time is saved
         ([triple(10, 100, 12, (0, 0))] * TRIPLES, UNDECIDED, "0% of a repeated prompt"),  # its word against its time
         ([triple(10, 100, 50, (0, 30))] * TRIPLES, ON, "30% of a repeated prompt"),  # half kept: the time decides
+        ([triple(10, 100, 12, (0, 0))] * 2, UNDECIDED, "0% of a repeated prompt"),  # nor with fewer of them
+        ([triple(10, 100, 12, (0, 96))], ON, "96% of a repeated prompt of 256 words from the cache, it says; too slow"),
         (KEEPS[:3], UNDECIDED, "takes 0.11 to 0.22"),  # too few to be sure
         (KEEPS[:1], UNDECIDED, "too slow to be timed"),
         ([*KEEPS[:4], triple(10, 95, 90)], UNDECIDED, "takes 0.11 to 0.95"),  # one of them does not agree
@@ -67,9 +69,11 @@ def test_no_more_is_sent_than_can_decide():
     assert settled(TOLD_OFF)
     assert not settled(KEEPS[:4])
     assert not settled(TOLD_ON[:1])
+    assert not settled([triple(10, 100, 12, (0, 0))] * 4)  # nothing kept, it says, and its time says otherwise
+    assert settled([triple(10, 100, 98, (0, 0))] * 2)
 
 
-def keeping(cache, *, counts=True, reports=False, word_ms=0.5, continuous=False):
+def keeping(cache, *, counts=True, reports=False, word_ms=0.5, continuous=False, says_none=False):
     """A chat server whose first token takes as long as the words that it has not in its cache; it may say so."""
     kept = set()
 
@@ -82,7 +86,7 @@ def keeping(cache, *, counts=True, reports=False, word_ms=0.5, continuous=False)
         hit = words - 1 if cache and text in kept else 0
         kept.add(text)
         usage = {"prompt_tokens": words + 7, "completion_tokens": 0}
-        usage |= {"prompt_tokens_details": {"cached_tokens": hit}} if reports else {}
+        usage |= {"prompt_tokens_details": {"cached_tokens": 0 if says_none else hit}} if reports else {}
         at_ms, asked, each = (words - hit) * word_ms, int(body.get("max_tokens", 4)), body.get("stream_options", {})
         each = continuous and each.get("continuous_usage_stats")
         events = [
@@ -136,10 +140,20 @@ def test_an_instant_server_is_asked_two_triples_and_is_undecided():
     assert [len(p.split()) for p in prompts if len(p.split()) in (SHORT, LONG)][:6] == [SHORT, LONG, LONG] * 2
 
 
+def test_a_count_of_nothing_that_the_time_belies_is_no_word_for_off():
+    """Some gateways say 0 of every prompt."""
+    server = keeping(True, reports=True, says_none=True)
+    found = next((one for _ in range(3) if (one := probed(server)[1]).prefix_cache == UNDECIDED), None)
+    assert found is not None
+    assert found.prefix_cache_seen.startswith("0% of a repeated prompt of 256 words from the cache, it says; its first")
+
+
 def test_a_slow_server_is_not_kept_waiting_for(monkeypatch):
     monkeypatch.setattr(probe_prompts, "LONGEST_S", 0.0)
     with Scripted(keeping(True)) as server:
         found = probe.probe(Target("t", server.url), lambda text: None, 5.0)
+        prompts = [seen.json()["messages"][0]["content"] for seen in server.requests if seen.method == "POST"]
+    assert len([p for p in prompts if len(p.split()) == LONG]) == 1  # no repeat: it could say nothing
     assert (found.prefix_cache, found.sized) == (UNDECIDED, True)
     assert "too slow to be timed" in found.prefix_cache_seen
 
@@ -153,6 +167,22 @@ def test_continuous_usage_is_asked_for_where_the_protocol_has_a_word_for_it(cont
     assert probed(keeping(False, word_ms=0, continuous=continuous), extra=always)[1].continuous_usage == (
         "yes" if continuous else "no"
     )
+
+
+def test_an_answer_in_one_event_tells_of_no_continuous_usage():
+    """As of a server that holds no length: "is water wet?" is answered in a word."""
+    good = keeping(False, word_ms=0, continuous=True)
+
+    def terse(number, seen):
+        if seen.method == "POST":
+            seen = seen._replace(body=json.dumps(seen.json() | {"max_tokens": 1}).encode())
+        return good(number, seen)
+
+    def as_asked(number, seen):
+        return (terse if b"one word" in seen.body or b"single word" in seen.body else good)(number, seen)
+
+    assert probed(terse)[1].continuous_usage == "undecided"
+    assert probed(as_asked)[1].continuous_usage == "when asked"
 
 
 def test_a_server_that_refuses_the_word_has_no_continuous_usage():

@@ -182,3 +182,16 @@ def test_what_a_server_tells_of_its_build_stands_where_nothing_is_declared() -> 
     found = differences(Side("a", work(probe=told)), Side("b", work(probe=other)))
     assert [d.text for d in found] == ["revision 'abc123' at a, 'fff999' at b"]
     assert differences(Side("a", work(probe=told)), Side("b", work(target={"revision": "abc"}))) == []
+
+
+@pytest.mark.parametrize(("bytes_out", "said"), [
+    (1000, {}),
+    (1050, {}),  # a longer name of the model
+    (1900, {"prompt tokens": "bytes sent a request 1,000 at a, 1,900 at b (+90.0%), and b counts no prompt tokens"}),
+    (-1, {}),  # a run of an earlier version
+])  # fmt: skip
+def test_a_target_that_counts_no_prompt_tokens_got_as_long_a_text(bytes_out: int, said: dict[str, str]) -> None:
+    silent = {"tokens_in": -1, "bytes_out": bytes_out, "probe": {"tokens_per_word": 1.0, "sized": False}}
+    a, b = Side("a", work(bytes_out=1000)), Side("b", work(**silent))
+    assert {d.check: d.text for d in differences(a, b)} == said
+    assert differences(Side("a", work(bytes_out=1000)), Side("b", work(bytes_out=1900))) == []  # both have counted

@@ -15,6 +15,7 @@ from llm_bench.search import Answer, Plan, Probe, Result
 from llm_bench.search_backlog import Backlog
 from llm_bench.search_evidence import Counts, Seen, Span, Unknown
 from tests import sample
+from tests.sample import cell, ns, record
 
 SLO = objectives.parse("ttft_p95<=700ms,error_rate<1%")
 PLAN = Plan("concurrency", SLO.limits, guards=1, budget_s=1e6, requests=100)
@@ -198,7 +199,8 @@ def test_what_this_client_slowed_is_no_miss_of_the_target():
 
 def test_a_slow_client_is_no_excuse_for_requests_that_fail():
     failed = says(2, 0, 100, client_limited=True)._replace(evidence=(Counts(0, 100, 100), Counts(0, 100, 100)))
-    assert search.points(PLAN, [failed])[0].verdict == "MISSED"
+    assert search.points(PLAN, [failed])[0].verdict == "UNDECIDED"  # it may have timed out by this client's late clock
+    assert search.points(PLAN, [failed._replace(fails=True)])[0].verdict == "MISSED"
 
 
 # ---- hostile targets
@@ -402,3 +404,40 @@ def test_of_many_searches_it_is_counted_how_many_brackets_hold():
 
 def _at(load: float) -> search.Point:
     return search.Point(load, "MET", "", (), (), 0, 0, 0.0, True)
+
+
+@pytest.mark.parametrize(("kind", "fails"), [("connect_error", True), ("rejected", False), ("ttft_timeout", False)])
+def test_failures_of_a_limited_client_miss_only_where_they_are_not_its_own(kind, fails):
+    rows = [
+        record(i, 10 * i, end=10 * i + 1, outcome="failed", error_kind=kind)
+        if i % 10 == 0
+        else record(i, 10 * i, events=[10 * i + 5.0])
+        for i in range(1000)
+    ]
+    c, agreed = cell(rows, load={"kind": "open", "rate": 100.0}), objectives.parse("ttft_p95<800ms,error_rate<1%")
+    found = search_evidence.seen("c", 100.0, c, windows.open_(c), agreed, client_limited=True)
+    plan = dataclasses.replace(PLAN, by="rate", limits=agreed.limits, guards=1)
+    assert found.fails is fails
+    assert search.points(plan, [found])[0].verdict == ("MISSED" if fails else "UNDECIDED")
+    sound = search_evidence.seen("c", 100.0, c, windows.open_(c), agreed)
+    assert search.points(plan, [sound])[0].verdict == "MISSED"
+
+
+@pytest.mark.parametrize(("late", "verdict"), [(True, "UNDECIDED"), (False, "MISSED")])
+def test_a_backlog_that_a_client_made_by_sending_late_is_no_miss_of_the_target(late, verdict):
+    """Cut at 2 s. Either the client stood still from 1 s on and sent all then, or the server did."""
+    rows = []
+    for i in range(200):
+        due = 10.0 * i
+        if due < 1000:
+            rows.append(record(i, due, events=[due + 5.0]))
+        elif late:
+            rows.append(record(i, due, 1999.0, end=2001.0, outcome="cut_at_end", ready_ns=ns(due)))
+        else:
+            rows.append(record(i, due, due + 12.0, end=2001.0, outcome="cut_at_end", ready_ns=ns(due)))
+    c, agreed = cell(rows, load={"kind": "open", "rate": 100.0}), objectives.parse("ttft_p95<800ms")
+    window = windows.open_(c)
+    plan = dataclasses.replace(PLAN, by="rate", limits=agreed.limits, guards=0)
+    for limited, expected in ((True, verdict), (False, "MISSED")):
+        found = search_evidence.seen("c", 1.0, c, window, agreed, reason="overloaded", client_limited=limited)
+        assert search.points(plan, [found])[0].verdict == expected

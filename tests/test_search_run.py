@@ -134,6 +134,19 @@ def test_a_search_taken_up_again_goes_on_from_its_cells(tmp_path):
     assert whole.points[0].cells == first.points[0].cells
 
 
+@pytest.mark.parametrize(("other", "said"), [
+    ({"by": "concurrency"}, "--by has changed"),
+    ({"burstiness": None}, "--burstiness or --constant has changed"),
+    ({"max_in_flight": 3}, "--max-in-flight has changed"),
+])  # fmt: skip
+def test_cells_of_other_arrivals_are_no_part_of_a_search(tmp_path, other, said):
+    wanted = asked("error_rate<5%", by="rate", start=50.0, least=50.0, most=51.0)
+    with Scripted(llm_server(refusing(50))) as server:
+        find(server, tmp_path, wanted)
+        with pytest.raises(BenchError, match=said):
+            find(server, tmp_path, replace(wanted, **other), resume=True)
+
+
 class OneAtATime:
     """Serves one request after the other, 20 ms each: 50 a second."""
 
