@@ -235,6 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _usage(f"{unknown[0]!r} is no kernel; would be right: all, {', '.join(CASES)}")
     try:
         sizes = Sizes(**{f.name: getattr(options, f.name) for f in fields(Sizes)})
+        if options.json:
+            options.json.open("a").close()  # before minutes of measuring, not after
         results = _run(names, sizes, options.compile, options.interpret)
         text = json.dumps(results, indent=1)
         if options.json:
@@ -251,6 +253,8 @@ def _run(names: Sequence[str], sizes: Sizes, capability: int | None, interpret: 
             raise ValueError(f"--compile {capability}; would be right: 80 (A100), 89 (L40S), 90 (H100)")
         return {"compiled": [made for name in names for made in as_compiled(name, sizes, capability)]}
     if interpret:
+        if sizes != Sizes(query=sizes.query):
+            raise ValueError("--interpret takes tiny shapes of its own; would be right: no other size than --query")
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
         tiny = replace(TINY, query=min(sizes.query, 3))
         about = "interpreted at tiny shapes for correctness; nothing is measured"

@@ -1,7 +1,8 @@
 """Does faults beside a drive, from a process of its own, and writes down when: NAME.faults.jsonl.
 
 The process hears the drive's start on its stdin, and ends with it: what was not begun by then is written down as not
-done, the net is whole again, what was to go on goes on, a command that still runs gets GRACE_S and is then terminated.
+done, the net is whole again, the engine's faults are lifted, what was to go on goes on, a command that still runs gets
+GRACE_S and is then terminated.
 """
 
 import http.client
@@ -251,6 +252,9 @@ def main() -> None:
             run.join(GRACE_S + 2)
         if net:
             net.close()
+        if line and any(fault.kind == "engine" for fault in planned):
+            with suppress(OSError, http.client.HTTPException):  # one without a limit would be in the next cell's before
+                _ask("DELETE", work["root"] + "/fault", "", work["headers"], hands)
 
 
 class Hands(NamedTuple):

@@ -285,7 +285,7 @@ class Done(NamedTuple):
 
     @property
     def is_remedy(self) -> bool:
-        return self.kind == "signal" and self.what.replace("SIGCONT", "CONT").startswith("signal:CONT:")
+        return self.kind == "signal" and re.match(r"signal:\s*(SIG)?CONT:", self.what) is not None
 
     @property
     def text(self) -> str:

@@ -344,6 +344,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     if min(asked.ttft_ms, asked.itl_ms) < 0 or asked.tokens_per_event < 1:
         parser.error("times of at least 0 and one token an event or more would be right")
+    if not 0 <= asked.port <= 65535:  # uvloop takes it modulo 65,536
+        parser.error("a --port of 0 to 65535 would be right")
     if asked.servers < 0 or asked.service_ms <= 0:
         parser.error("--servers of at least 0 and a --service-ms above 0 would be right")
     times = Times(round(asked.ttft_ms * 1e6), round(asked.itl_ms * 1e6), asked.tokens_per_event)

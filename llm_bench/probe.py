@@ -338,8 +338,9 @@ def _models(
                     "with --api kserve-grpc"
                 ) from None
         if time.monotonic() >= deadline_s:
+            through = f" through the proxy {target.by_proxy()}" if target.by_proxy() else ""
             raise TargetError(
-                f"target {target.name}: {target.url} is not ready after {ready_s:g} s ({why}); "
+                f"target {target.name}: {target.url}{through} is not ready after {ready_s:g} s ({why}); "
                 f"start the server or correct the URL; --ready-timeout waits longer{mistaken.of_close(target, why)}"
             )
         if not waited:

@@ -123,6 +123,7 @@ class Writer:
             self._append(SCHEMA.with_metadata({"llm_bench": text}).serialize())
         except OSError:
             self._file.close()
+            path.unlink(missing_ok=True)  # an empty file would be no record file, and the run beside it unreadable
             raise
         self._now = now
         self._flushed = now()

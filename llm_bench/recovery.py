@@ -149,7 +149,8 @@ class _Seen:
         ended = np.where(dropped, self.last_ns, cell["end_ns"])
         self.ms = np.where(cut | dropped, (ended - self.due) / 1e6, values)
         self.ms[self.failed] = np.nan
-        self.ends = ended
+        # What was given up at the cell's end never left the system: it drains nothing.
+        self.ends = np.where(outcome_in(cell, "cut_at_end") | dropped, self.last_ns + 1, cell["end_ns"])
         self.judged = self.failed | ~np.isnan(self.ms)
 
     def slow(self, limit_ms: float) -> np.ndarray:
@@ -170,10 +171,12 @@ class _Seen:
         return float(stats.percentile(values, QUANTILE)) if len(values) else math.nan
 
     def silence(self, start_ns: int, end_ns: int) -> tuple[int, int]:
-        """The longest time [from, to) in a span in which no token came."""
-        found = [
-            piece.ns[(piece.ns >= start_ns) & (piece.ns < end_ns)] for piece in self.cell.pieces() if len(piece.ns)
-        ]
+        """The longest time [from, to) in a span in which no token came; not streamed: no answer."""
+        if self.name == "e2e":
+            came = [self.cell["end_ns"][outcome_in(self.cell, "ok")]]
+        else:
+            came = [piece.ns for piece in self.cell.pieces() if len(piece.ns)]
+        found = [ns[(ns >= start_ns) & (ns < end_ns)] for ns in came]
         at = np.unique(np.concatenate([np.array([start_ns, end_ns], np.int64), *found]))
         longest = int(np.argmax(np.diff(at)))
         return int(at[longest]), int(at[longest + 1])

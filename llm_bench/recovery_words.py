@@ -70,7 +70,8 @@ def _evidence(r: Recovery) -> list[str]:
     if r.before is not None and r.worst_ms is not None:
         said.append(f"{r.name}_p95 at worst {r.worst_ms:,.4g} ms, {r.before.ttft_p95_ms:,.4g} ms before")
     if r.before is not None and r.silence_s > r.before.silence_s:
-        said.append(f"no token for {r.silence_s:.3f} s, {r.before.silence_s:.3f} s before")
+        what = "answer" if r.name == "e2e" else "token"
+        said.append(f"no {what} for {r.silence_s:.3f} s, {r.before.silence_s:.3f} s before")
     if r.before is not None and r.backlog > r.before.in_system:
         drained = "never drained" if r.drained_s is None else f"drained after {r.drained_s:.3f} s"
         said.append(f"in the system at most {r.backlog}, {r.before.in_system} before, {drained}")

@@ -22,6 +22,7 @@ from reference_engine.config import EngineConfig
 # A switch every 0.5 ms instead of 5: a step that computes in Python must not keep finished tokens from their sockets.
 SWITCH_S = 0.0005
 DRAIN_POLL_S = 0.02
+COMPUTED = ("dtype", "device", "cpu_kernels", "graphs", "quantization", "kv_cache_dtype")  # knobs of what computes
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -89,6 +90,16 @@ def configured(options: argparse.Namespace) -> EngineConfig:
         raise ValueError(f"{config.model} has no memory; would be right: num_blocks and preemption recompute")
     if config.model.startswith("sim:") and config.lora_dir:
         raise ValueError(f"{config.model} computes no adapters; would be right: no lora_dir")
+    if config.model.startswith("sim:"):
+        plain = EngineConfig()
+        for name in COMPUTED:
+            if getattr(config, name) != getattr(plain, name):
+                raise ValueError(
+                    f"{config.model} computes nothing, so that {name} has no effect; would be right: no {name}, and a "
+                    "precision in the name, sim:8b-w8-kv8-h100"
+                )
+    if not 0 <= options.port <= 65535:  # uvloop takes it modulo 65,536
+        raise ValueError(f"--port is {options.port}; would be right: 0 to 65535")
     if config.lora_dir and not Path(config.lora_dir).is_dir():
         raise ValueError(f"lora_dir is {config.lora_dir!r}; would be right: a folder")
     return config

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MOST_INSTANCES = 256  # threads
+MOST_THREADS = 1024  # OpenMP ends the process where the machine does not give as many as it asks for
 POOLINGS = ("mean", "last")  # of all tokens' hidden states, or the last token's, which saw all
 
 
@@ -86,6 +87,8 @@ class EngineConfig:
             )
         if self.instances > MOST_INSTANCES:
             raise ValueError(f"instances is {self.instances}; would be right: 1 to {MOST_INSTANCES}")
+        if self.threads > MOST_THREADS:
+            raise ValueError(f"threads is {self.threads}; would be right: 0 to {MOST_THREADS}")
         if not 0.001 <= self.time_scale <= 1000:
             raise ValueError(f"time_scale is {self.time_scale}; would be right: 0.001 to 1000")
         if self.time_scale != 1 and not self.model.startswith("sim:"):

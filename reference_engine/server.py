@@ -323,6 +323,10 @@ class Server:
         room = max(1, self.engine.config.context - len(ids))
         default = room if kind is CHAT else min(DEFAULT_MAX_TOKENS, room)
         params = replace(ask.sampling, max_tokens=default if ask.max_tokens is None else ask.max_tokens)
+        if params.min_tokens > params.max_tokens:
+            raise ApiError(
+                400, f"min_tokens {params.min_tokens} is more than max_tokens {params.max_tokens}", "min_tokens"
+            )
         shares = self.engine.config.prefix_caching and len(ids) > self.engine.config.block_size
         choices: list[Choice] = []
         for i in range(ask.n):

@@ -381,6 +381,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),  # max_tokens is 16 where none is asked for
     ({"temperature": -1}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -674,6 +675,10 @@ def test_it_stops_on_sigterm_with_streams_open() -> None:
         (["--model", "sim:nope"], "model is 'sim:nope'"),
         (["--policy", "lifo"], "policy is 'lifo'"),
         (["--batching", "lazy"], "batching is 'lazy'"),
+        (["--port", "99999"], "--port is 99999; would be right: 0 to 65535"),
+        (["--threads", "1000000"], "threads is 1000000; would be right: 0 to 1024"),
+        (["--quantization", "int8"], "sim:fast computes nothing, so that quantization has no effect"),
+        (["--kv-cache-dtype", "int8"], "so that kv_cache_dtype has no effect"),
         (["--max-queue", "-1"], "max_queue is -1; would be right: 0 or more"),
         (["--log-requests", "/no/such/folder/log"], "--log-requests, --log-steps: "),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),

@@ -174,8 +174,9 @@ def test_a_fault_of_the_engine_is_planted_at_its_own_address(tmp_path: Path) -> 
     with Scripted(lambda n, seen: [(0, http_response(200, b"{}"))]) as server:
         log = done(tmp_path, ["0s:engine:stall,seconds=2"], target(server.url))
     assert [d.ok for d in log.done] == [True]
-    planted = server.requests[-1]
+    planted, lifted = server.requests[-2:]
     assert (planted.method, planted.path, planted.json()) == ("POST", "/fault", {"kind": "stall", "seconds": 2})
+    assert (lifted.method, lifted.path) == ("DELETE", "/fault")  # or it would be in what the next cell has before
 
 
 @pytest.fixture(scope="module")

@@ -201,3 +201,9 @@ def test_what_is_no_log_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("end", [{}, {"faults": None}, {"faults": []}, {"faults": {"done": [{}]}}])
 def test_a_cell_whose_end_tells_of_none_has_none(end: dict[str, object]) -> None:
     assert faults.of_end(end) is None
+
+
+@pytest.mark.parametrize("what", ["signal:CONT:9", "signal:SIGCONT:9", "signal: CONT:9"])
+def test_what_lets_go_on_is_a_remedy_however_it_is_typed(what: str) -> None:
+    fault = faults.parse([f"1s:{what}"])[0]
+    assert faults.Done(fault.what, fault.kind, 0, 1, 2, True, "").is_remedy

@@ -55,6 +55,7 @@ def test_a_result_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         ("swiglu --query 9 --context 8", "query is 9, context 8"),
         ("sampling --top-p 0", "top_p is 0.0"),
         ("swiglu --interpret --json /nowhere/x", "No such file"),
+        ("swiglu --interpret --dtype float16", "--interpret takes tiny shapes of its own"),
         ("paged_attention --batch 64 --context 4096", "no GPU to measure on; would be right: --interpret"),
     ],
 )
@@ -64,6 +65,11 @@ def test_a_mistake_is_said_in_a_line(words: str, said: str, capsys: pytest.Captu
     assert err.startswith("kernels.bench: ")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_run", lambda *of: pytest.fail("measured"))
+    assert bench.main(["swiglu", "--json", "/nowhere/x"]) == 2
 
 
 # 64 sequences of 4,096 tokens at 8B shapes, by hand.

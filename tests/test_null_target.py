@@ -16,7 +16,7 @@ import pytest
 from llm_bench.clock import now_ns
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
 from llm_bench.http1 import events
-from llm_bench.null_target import SERVICES, NullTarget, Queue, Times
+from llm_bench.null_target import SERVICES, NullTarget, Queue, Times, main
 from llm_bench.wire import Wire, run
 
 PATHS = {"chat": "/chat/completions", "text": "/completions"}
@@ -94,6 +94,14 @@ def test_an_answer_in_one_piece_counts_its_words(route: str) -> None:
     body = json.loads(b"".join(exchange.pieces))
     words = 4 if route == "text" else 3
     assert body["usage"] == {"prompt_tokens": words, "completion_tokens": 5, "total_tokens": words + 5}
+
+
+def test_a_port_that_there_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for port in ("-1", "65536"):
+        with pytest.raises(SystemExit) as ended:
+            main(["--port", port])
+        assert ended.value.code == 2
+        assert "a --port of 0 to 65535 would be right" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [True, False])

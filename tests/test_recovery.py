@@ -246,3 +246,21 @@ def test_a_cell_without_faults_has_none() -> None:
     window = Window(ns(0), ns(20_000), 0, c.n, "by hand")
     assert recovery.of(c, window, None) == []
     assert faults.of_end({"reason": "exhausted"}) is None
+
+
+def test_what_was_given_up_at_the_end_has_not_drained() -> None:
+    def one(i: int, due: float) -> Record:
+        if due < 6000:
+            return answered(i, due, BASE)
+        return record(i, due, end=10_500, outcome="cut_at_end", error_kind="")
+
+    found = only(load(one, 10), done(6000))
+    assert found.backlog >= 190
+    assert found.drained_s is None
+
+
+def test_answers_that_are_not_streamed_have_no_silence_between_tokens() -> None:
+    rows = load(lambda i, due: record(i, due, end=due + BASE + noise(i)))
+    found = only(rows, done(5000))
+    assert found.verdict == recovery.NO_EFFECT
+    assert found.silence_s < 0.1
