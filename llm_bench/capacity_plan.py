@@ -76,6 +76,10 @@ def _ceilings(
         if sequences is not None and stay_s:
             how = f"{digits(sequences)} sequences fit / {digits(stay_s)} s that each holds its blocks (Little's law)"
             found.append(Ceiling("KV memory", capacity.rate_of(sequences, stay_s), how))
+        roof = next((f.value for f in section.figures if f.key == "memory_roof"), None)
+        if roof and given.tokens_out and roof < (given.tokens_per_second or 0.0):
+            how = f"{digits(roof)} tokens/s / {digits(given.tokens_out)} tokens an answer: fewer than the rate given"
+            found.append(Ceiling("memory bandwidth", capacity.ceiling(roof, given.tokens_out), how))
     if found:
         lowest = capacity.binding(found)
         figures = [Figure(c.name.replace(" ", "_"), f"ceiling by {c.name}", c.rate, "answers/s", c.how) for c in found]

@@ -223,7 +223,7 @@ def _row(
         takes=takes,
         comes=Comes(last_word="[DONE]"),
         site=OPENAI_SITE,
-        tried="vLLM 0.32, llama.cpp, Ray Serve 2.60",
+        tried="vLLM 0.32, llama.cpp",
     )
 
 

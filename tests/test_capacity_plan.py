@@ -105,6 +105,10 @@ def test_memory_bandwidth_is_a_roof():
     assert kv["sequences"] is not None
     step = (WEIGHTS + kv["sequences"] * 157_286_400) / 3350e9
     assert kv["memory_roof"] == pytest.approx(kv["sequences"] / step)
+    assert figures(sections, "ceilings")["memory_bandwidth"] == pytest.approx(kv["memory_roof"] / 450)  # 18,000 is more
+    modest = ASSUMED._replace(resident_tokens=1200, tokens_per_second=0.9 * kv["memory_roof"])
+    less = capacity_plan.what_if(modest, Ask(hardware=hardware(accelerator=h100)))
+    assert "memory_bandwidth" not in figures(less, "ceilings")
 
 
 def test_a_fleet_and_its_cost_by_hand():
