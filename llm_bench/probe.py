@@ -25,6 +25,7 @@ Say = Callable[[str], None]
 
 PINNED_PROBE_TOKENS = 32  # asked of prompts whose natural answer is one word
 _FEW = 8  # tokens, where only the events' shape is asked
+_LONG_ANSWER = "Count from one to twenty."  # of several tokens even where lengths are not held
 RTT_PROBES = 20
 RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep anyone waiting
 PAGE_S = 10.0  # for a page about a model
@@ -233,8 +234,7 @@ def _continuous(
     if seen:
         return CONTINUOUS[0]
     if row.takes.usage_option and ask.include_usage and first.tokens_out_from == "usage":
-        # Of several tokens even where lengths are not held.
-        request = replace(_question(0), prompt=AGREEMENT[0], tokens_out=_FEW, extra=_ASKED_FOR)
+        request = replace(_question(0), prompt=_LONG_ANSWER, tokens_out=_FEW, extra=_ASKED_FOR)
         got, asked = talk.ask(client, target, request, ask, timeouts)
         seen = counts_in_events(asked, row) if got.outcome == "ok" else False
         if seen:
