@@ -11,8 +11,8 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[2] / "build" / "engines"
 INSTALL_LIMIT_S = 900
-# By the exact build, and alone: PyPI's own of this release brings gigabytes of CUDA. Its needs come with what follows.
-TORCH = "--no-deps --retries 1 --extra-index-url=https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
+# By the release of constraints.txt, and alone: its needs come with what follows. With CUDA or without is pip's to say.
+TORCH = "--no-deps torch==2.13.0"
 
 
 def python(name: str) -> Path:
