@@ -153,7 +153,7 @@ def nanoseconds(way: Way, answers: int, repeats: int) -> dict[str, float]:
         return best / (answers * way.tokens)
 
     exchange = way.answered()
-    data = [event for _, event in events(exchange.read_ns, exchange.pieces).stamped]
+    data = events(exchange.read_ns, exchange.pieces).data
     found = {"read": least(way.asked, lambda _: way.read()), "framing": least(Response, way.frame)}
     found |= {"sse": least(lambda: exchange, way.split), "decode": least(lambda: data, way.decode)}
     understood = least(lambda: exchange, way.understand)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from llm_bench import exchange as ends
 from llm_bench.exchange import Exchange
 from llm_bench.framing import FRAMINGS
+from llm_bench.http1 import Events
 from llm_bench.plain import plain_reader
 from llm_bench.protocol import NOTHING, Chunk, Comes, Delta, Dialect, Usage
 
@@ -263,20 +264,19 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
         is_stream = streamed
     before = ""  # of a protocol whose events repeat it
     if is_stream:
-        stamped, comments, leftover, names = framing.events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)
+        found = framing.events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)
     else:
         body = b"".join(exchange.pieces)
-        stamped, comments, leftover, names = [(0, body)] if body else [], 0, b"", {}
-    texts_from, events = plain_reader(dialect), [data for _, data in stamped]
-    place = 0
-    while place < len(stamped):
-        if is_stream and (texts := texts_from(events, place)):
+        found = Events([0], [body], 0, b"", {}) if body else Events([], [], 0, b"", {})
+    texts_from, place = plain_reader(dialect), 0
+    while place < len(found.data):
+        if is_stream and (texts := texts_from(found.data, place)):
             end = place + len(texts)
-            tally.add_plain([ns for ns, _ in stamped[place:end]], texts)
+            tally.add_plain(found.ns[place:end], texts)
             place = end
-            if place == len(stamped):
+            if place == len(found.data):
                 break
-        ns, data = stamped[place]  # not plain: there their run ended
+        data = found.data[place]  # not plain: there their run ended
         try:
             chunk = dialect.decode(data)
         except ValueError as e:
@@ -284,13 +284,13 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
             chunk = NOTHING
         if comes.cumulative and chunk.deltas:
             chunk, before = _added(chunk, before)
-        if names.get(place) == "error" and not chunk.error:  # said by the event's name alone
+        if found.names.get(place) == "error" and not chunk.error:  # said by the event's name alone
             chunk = chunk._replace(error=_shown(data, SHOWN_BYTES) or "an error event without data")
-        tally.add(ns, chunk)
+        tally.add(found.ns[place], chunk)
         place += 1
     if comes.of_headers is not None and not is_stream:  # after the body: its token would make the head's usage stale
         tally.add(0, comes.of_headers(exchange.headers))
-    return _Body(tally, is_stream, comments, leftover, garbage)
+    return _Body(tally, is_stream, found.comments, found.leftover, garbage)
 
 
 def _added(chunk: Chunk, before: str) -> tuple[Chunk, str]:

@@ -316,7 +316,7 @@ class Connection(asyncio.Protocol):
         if not exchange.bytes_in:
             return "no byte of the answer"
         found = self._pool.framing.events(exchange.read_ns, exchange.pieces, self._response.ends)
-        count = sum(is_token(data) for _, data in found.stamped) if is_token else 0
+        count = sum(map(is_token, found.data)) if is_token else 0
         last_ns = exchange.read_ns[-1] if exchange.read_ns else exchange.first_byte_ns
         events = f"{count} token-bearing events, " if is_token else ""
         return f"{events}{exchange.bytes_in} bytes, the last read {(now_ns() - last_ns) / 1e9:.3f} s ago"

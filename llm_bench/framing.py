@@ -47,18 +47,19 @@ def lines(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] |
         end += len(line) + 1
         places.append(min(end, len(body)))
     stamps = _stamps_at(read_ns, pieces, places)
-    return Events([(ns, line.strip()) for ns, line in zip(stamps, whole, strict=True) if line.strip()], 0, rest, {})
+    said = [(ns, data) for ns, line in zip(stamps, whole, strict=True) if (data := line.strip())]
+    return Events([ns for ns, _ in said], [data for _, data in said], 0, rest, {})
 
 
 def chunks(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] | None = None) -> Events:
     """Each HTTP chunk of a body, or each read of one that was not chunked."""
     if not ends:
-        return Events([(ns, piece) for ns, piece in zip(read_ns, pieces, strict=True) if piece], 0, b"", {})
+        said = [(ns, piece) for ns, piece in zip(read_ns, pieces, strict=True) if piece]
+        return Events([ns for ns, _ in said], [piece for _, piece in said], 0, b"", {})
     body = b"".join(pieces)
     begins = [0, *ends[:-1]]
     stamps = _stamps_at(read_ns, pieces, ends)
-    stamped = [(ns, body[begin:end]) for ns, begin, end in zip(stamps, begins, ends, strict=True)]
-    return Events(stamped, 0, body[ends[-1] :], {})
+    return Events(stamps, [body[begin:end] for begin, end in zip(begins, ends, strict=True)], 0, body[ends[-1] :], {})
 
 
 def _stamps_at(read_ns: Sequence[int], pieces: Sequence[bytes], places: Sequence[int]) -> list[int]:

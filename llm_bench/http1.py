@@ -235,12 +235,13 @@ def is_event_stream(asked: bool, headers: Iterable[tuple[bytes, bytes]], pieces:
 
 
 class Events(NamedTuple):
-    """The events of a finished body."""
+    """The events of a finished body, in columns: pairs would have to be made, and taken apart again."""
 
-    stamped: list[tuple[int, bytes]]  # (ns of the read that completed the event, its data)
+    ns: list[int]  # when the read came that completed the event
+    data: list[bytes]
     comments: int
     leftover: bytes
-    names: dict[int, str]  # place in `stamped` -> the event's name, of those that have one other than "message"
+    names: dict[int, str]  # place in `data` -> the event's name, of those that have one other than "message"
 
 
 def events(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] | None = None) -> Events:
@@ -252,12 +253,12 @@ def events(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] 
     if body.startswith(_DATA) and body.endswith(b"\n\n"):
         lines = body[len(_DATA) : -2].split(_BETWEEN)
         if all(lines) and b"\n" not in b"".join(lines):  # then each is one line, and there is nothing else in the body
-            return Events(_stamped(read_ns, pieces, lines), 0, b"", {})
+            return Events(_stamps(read_ns, pieces, lines), lines, 0, b"", {})
     sse = Sse()
     blocks = body.split(b"\n\n")
     rest = blocks.pop()
-    stamped: list[tuple[int, bytes]] = []
-    append = stamped.append
+    stamps: list[int] = []
+    found: list[bytes] = []
     names: dict[int, str] = {}
     read, end, edge = -1, 0, 0  # `edge`: where the piece of this read ends; `end`: where the block does
     ns = 0
@@ -270,44 +271,47 @@ def events(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] 
         if block[:5] == b"data:" and b"\n" not in block:
             data = block[6:] if block[5:6] == b" " else block[5:]
             if data:
-                append((ns, data))
+                stamps.append(ns)
+                found.append(data)
             else:
                 sse.empties += 1
         elif block:
             for data in sse.lines(block):
-                append((ns, data))
-            _note_names(sse, len(stamped) - 1, names)
-    return Events(stamped, sse.comments, rest, names)
+                stamps.append(ns)
+                found.append(data)
+            _note_names(sse, len(found) - 1, names)
+    return Events(stamps, found, sse.comments, rest, names)
 
 
-def _stamped(read_ns: Sequence[int], pieces: Sequence[bytes], data: list[bytes]) -> list[tuple[int, bytes]]:
-    """The data of events that are one line each, with the stamp of the read that completed them."""
-    lengths = [len(one) + len(_BETWEEN) for one in data]
-    if lengths == [len(piece) for piece in pieces]:  # an event a read
-        return list(zip(read_ns, data, strict=True))
+def _stamps(read_ns: Sequence[int], pieces: Sequence[bytes], lines: list[bytes]) -> list[int]:
+    """When the read came that completed each event of one line."""
     if len(pieces) == 1:
-        return [(read_ns[0], one) for one in data]
+        return [read_ns[0]] * len(lines)
+    if len(pieces) == len(lines) and [len(piece) - len(_BETWEEN) for piece in pieces] == list(map(len, lines)):
+        return list(read_ns)  # an event a read
     read, end, edge, ns = -1, 0, 0, 0
-    stamped: list[tuple[int, bytes]] = []
-    for length, one in zip(lengths, data, strict=True):
-        end += length
+    stamps: list[int] = []
+    for line in lines:
+        end += len(line) + len(_BETWEEN)
         while edge < end:
             read += 1
             edge += len(pieces[read])
             ns = read_ns[read]
-        stamped.append((ns, one))
-    return stamped
+        stamps.append(ns)
+    return stamps
 
 
 def _events_by_piece(read_ns: Sequence[int], pieces: Sequence[bytes]) -> Events:
     sse = Sse()
-    stamped: list[tuple[int, bytes]] = []
+    stamps: list[int] = []
+    found: list[bytes] = []
     names: dict[int, str] = {}
     for ns, piece in zip(read_ns, pieces, strict=True):
         new = sse.feed(piece)
-        _note_names(sse, len(stamped), names)
-        stamped += [(ns, data) for data in new]
-    return Events(stamped, sse.comments, sse.leftover(), names)
+        _note_names(sse, len(found), names)
+        stamps += [ns] * len(new)
+        found += new
+    return Events(stamps, found, sse.comments, sse.leftover(), names)
 
 
 def _note_names(sse: Sse, place: int, names: dict[int, str]) -> None:

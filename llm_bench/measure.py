@@ -47,6 +47,10 @@ from llm_bench.shards import Board, Part
 GONE_AFTER = 20  # refused connections in a row, none answered between: then the target is asked whether it lives
 MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
 
+# While a cell is driven only what is young is looked through, and seldom: a pass over all answers in flight stops the
+# loop for longer than a read. What it would have found waits for the end.
+COLLECTING = (10_000, 10, 1_000_000)
+
 UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of what a core of 2023 was seen to carry
 SHARE_OF_A_CORE = 0.5  # a worker that is busier than this stamps late now and then
 
@@ -216,12 +220,14 @@ def drive(
     limits.raise_file_limit(need + limits.OTHER_FILES, strict=places is not None)
     writer = Writer(cell.options.out / f"{part.name}.arrow", dict(facts))
     gc.freeze()  # a collection over the whole plan would stop the loop for longer than a token takes
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*COLLECTING)
     try:
         return wire.run(_loop(cell, work, writer, part, live, watch, trouble))
     finally:
         writer.close()
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
-        gc.collect()  # here and not before the drive, so that no first request waits for it
 
 
 async def _loop(

@@ -247,9 +247,9 @@ def counts_in_events(exchange: Exchange, row: Dialect) -> bool | None:
 
     None: there was one such event at most, and its count may be the whole answer's.
     """
-    events = FRAMINGS[row.comes.framing].events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)[0]
+    events = FRAMINGS[row.comes.framing].events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)
     try:
-        chunks = [row.decode(data) for _, data in events]
+        chunks = [row.decode(data) for data in events.data]
     except ValueError:
         return False
     bearing = [chunk for chunk in chunks if any(delta.bears_token for delta in chunk.deltas)]

@@ -37,8 +37,8 @@ def test_each_chunk_is_an_event_wherever_the_reads_fall_with_the_stamp_of_the_re
             pieces.append(b"".join(got))
     assert response.complete
     found = FRAMINGS[CHUNKS].events(read_ns, pieces, response.ends)
-    assert [data for _, data in found.stamped] == chunks
-    assert [ns for ns, _ in found.stamped] == [ended_in[k] for k in range(len(chunks))]
+    assert found.data == chunks
+    assert found.ns == [ended_in[k] for k in range(len(chunks))]
     assert found.leftover == b""
 
 
@@ -50,7 +50,7 @@ def test_half_a_chunk_is_left_over_and_no_event(chunks, cut_off):
     response = ChunkedResponse([])
     pieces = response.feed(body)
     found = FRAMINGS[CHUNKS].events([1] * len(pieces), pieces, response.ends)
-    whole = [data for _, data in found.stamped]
+    whole = found.data
     if response.ends:
         assert whole == chunks[: len(whole)]
         assert b"".join(chunks).startswith(b"".join(whole) + found.leftover)
@@ -58,7 +58,7 @@ def test_half_a_chunk_is_left_over_and_no_event(chunks, cut_off):
 
 def test_a_body_that_is_not_chunked_is_an_event_a_read():
     found = FRAMINGS[CHUNKS].events([5, 9], [b"a", b"bc"], None)
-    assert found.stamped == [(5, b"a"), (9, b"bc")]
+    assert (found.ns, found.data) == ([5, 9], [b"a", b"bc"])
 
 
 lines = st.lists(st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5), max_size=3), max_size=6)
@@ -72,8 +72,8 @@ def test_each_line_is_an_event_for_any_split_and_a_last_object_needs_no_line_end
     body = body[: -len(end)] if open_ended and body else body
     pieces = [piece for piece in cut(body, at) if piece]
     found = FRAMINGS[LINES].events(list(range(len(pieces))), pieces, None)
-    assert [data for _, data in found.stamped] == said
-    assert [ns for ns, _ in found.stamped] == sorted(ns for ns, _ in found.stamped)
+    assert found.data == said
+    assert found.ns == sorted(found.ns)
     feeder = FRAMINGS[LINES].feeder()
     fed = [data for piece in pieces for data in feeder.feed(piece)]
     assert fed == (said[:-1] if open_ended and said else said)
@@ -81,7 +81,7 @@ def test_each_line_is_an_event_for_any_split_and_a_last_object_needs_no_line_end
 
 def test_half_a_line_is_left_over():
     found = FRAMINGS[LINES].events([1, 2], [b'{"a": 1}\n{"b"', b": "], None)
-    assert (found.stamped, found.leftover) == ([(1, b'{"a": 1}')], b'{"b": ')
+    assert (found.ns, found.data, found.leftover) == ([1], [b'{"a": 1}'], b'{"b": ')
 
 
 @pytest.mark.parametrize("framing", [LINES, CHUNKS])
@@ -110,4 +110,4 @@ def test_a_chunked_response_lets_go_of_itself():
 
 @pytest.mark.parametrize("framing", [SSE, LINES, CHUNKS])
 def test_every_framing_reads_an_empty_body(framing):
-    assert FRAMINGS[framing].events([], [], None).stamped == []
+    assert FRAMINGS[framing].events([], [], None).data == []

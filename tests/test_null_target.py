@@ -61,7 +61,7 @@ async def exchange_with(url: str, body: dict[str, Any], route: str = "chat") -> 
 
 def data_of(exchange: Exchange) -> list[Any]:
     assert exchange.ended == COMPLETE, exchange.error
-    return [d if d == b"[DONE]" else json.loads(d) for _, d in events(exchange.read_ns, exchange.pieces).stamped]
+    return [d if d == b"[DONE]" else json.loads(d) for d in events(exchange.read_ns, exchange.pieces).data]
 
 
 def test_a_chat_stream_has_role_tokens_finish_usage_and_done_in_this_order() -> None:
@@ -117,7 +117,8 @@ def test_events_leave_at_the_known_times_and_the_truth_says_when(tmp_path: Path,
     assert all(0 <= at - due < 15 for at, due in zip(offsets, planned, strict=True)), offsets
     # One clock on one machine: sent <= read <= written <= received. That it holds is what makes the target a truth.
     assert exchange.sent_ns - 1_000_000 < line["read_ns"]
-    got = [ns for ns, data in events(exchange.read_ns, exchange.pieces).stamped if bears_token(data)]
+    said = events(exchange.read_ns, exchange.pieces)
+    got = [ns for ns, data in zip(said.ns, said.data, strict=True) if bears_token(data)]
     if stream:
         assert all(0 <= (r - w) / 1e6 < 15 for r, w in zip(got, line["write_ns"], strict=True))
 
@@ -182,7 +183,7 @@ def test_256_streams_at_once_are_all_complete_and_keep_their_pace() -> None:
         got = run(main(url))
     assert {e.ended for e in got} == {COMPLETE}
     for e in got:
-        assert sum(bears_token(d) for d in [d for _, d in events(e.read_ns, e.pieces).stamped]) == 20
+        assert sum(map(bears_token, events(e.read_ns, e.pieces).data)) == 20
         assert e.first_token_ns - e.sent_ns >= 300e6 - 20e6  # the write may be stamped after the server has read it
 
 
