@@ -1,18 +1,17 @@
-"""What is measured: names, URLs and targets.toml -> Target, checked; keys that are never shown; servers of our own."""
+"""What is measured: names, URLs and targets.toml -> Target, checked; servers of our own."""
 
 import json
 import os
 import re
 import select
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,21 @@ import httpx
 import orjson
 
 from llm_bench import proxy
+from llm_bench.credentials import HIDDEN as HIDDEN  # a name `as` itself: callers find all of a target here
+from llm_bench.credentials import LEAST_SECRET as LEAST_SECRET
+from llm_bench.credentials import auth_headers as auth_headers
+from llm_bench.credentials import certify as certify
+from llm_bench.credentials import check_secrets, is_printable, named_key
+from llm_bench.credentials import hider as hider
+from llm_bench.credentials import tls as tls
 from llm_bench.dialect_http import check as check_http
-from llm_bench.dialects import DIALECTS, Dialect, spoken
+from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
-from llm_bench.proxy import Proxy
+from llm_bench.target import Target as Target
+from llm_bench.target import httpx_proxy as httpx_proxy
+from llm_bench.target import proxy_line as proxy_line
+from llm_bench.target import proxy_of as proxy_of
+from llm_bench.target import unused_proxy as unused_proxy
 
 # Targets that need no server of the user's: each is a process of its own that says on stdout where it listens.
 _ENGINE = ("-m", "reference_engine", "--port", "0", "--exit-with-stdin")
@@ -40,62 +50,12 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 ENGINE_NEEDS = ("torch", "aiohttp", "prometheus_client")
 BUILT_IN_READY_S = 120.0  # importing torch on a busy machine takes tens of seconds
 MAX_MODEL_LEN = 10**8  # ten times the longest context of today
-HIDDEN = "[key]"  # stands where a secret stood
 _PORTS = {"http": 80, "https": 443}
-LEAST_SECRET = 6  # characters: a shorter value stands in ordinary text by chance
 _NAME = re.compile(r"[\w.:\[\]-]+", re.A)  # it becomes part of file names
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110 5.6.2
 _VERSION = re.compile(r"/v\d+$")
 _OURS = {"content-length", "transfer-encoding", "connection", "host", "x-request-id"}  # headers that we must decide
-
-
-@dataclass(frozen=True)
-class Target:
-    """One server, as the user declares it. A key is named by its environment variable and never held here."""
-
-    name: str
-    url: str = ""  # before a dialect's paths, e.g. http://127.0.0.1:8000/v1; several with | are asked in turn
-    api: str = "openai-chat"  # a row of DIALECTS
-    model: str = ""  # "": the first that /models lists
-    key_env: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    tokenizer: str = ""  # path of a tokenizer.json
-    max_model_len: int = 0  # 0: as probed
-    # What is measured, as declared; what a server says otherwise is refused by the probe.
-    revision: str = ""  # of the model
-    engine_version: str = ""
-    precision: str = ""
-    image: str = ""  # of the container, best with its digest
-    extra: Mapping[str, Any] = field(default_factory=dict)  # into every request's body
-    http: Mapping[str, str] = field(default_factory=dict)  # of api http: what is said and how an answer is read
-    cafile: str = ""  # https with a private authority
-    insecure: bool = False  # https with any certificate
-    cert: str = ""  # PEM file of this client's own certificate, for https that asks for one (mTLS)
-    key: str = ""  # PEM file of its private key, where that is not in `cert`; no API key
-    proxy: str = ""  # URL of an HTTP proxy, "env": as the environment says, "none": straight; "": nothing was asked
-    metrics: str = ""  # URL of its metrics, several with | between them; "auto": /metrics at the root of each URL
-    management: str = ""  # URL of its management API, where its protocol has one; "": that protocol's port, same host
-    launch: tuple[str, ...] = ()  # arguments of a server of ours
-
-    @property
-    def urls(self) -> list[str]:
-        return [url.strip().rstrip("/") for url in self.url.split("|")]
-
-    @property
-    def dialect(self) -> Dialect:
-        """How it is spoken to; of a checked target."""
-        return spoken(self.api, self.http)
-
-    def public(self) -> dict[str, Any]:
-        """As stored in headers: header values may be secrets, their names are not; a proxy without its user."""
-        return asdict(self) | {"headers": sorted(self.headers), "proxy": self.by_proxy()}
-
-    def by_proxy(self) -> str:
-        """What is asked through, in words without a secret; "" where the way is straight."""
-        ways = [proxy_of(self, url) for url in self.urls]
-        shown = [f"{p.shown} ({p.variable})" if p and p.variable else p.shown if p else "none" for p in ways]
-        return ", ".join(dict.fromkeys(shown)) if any(ways) else ""
 
 
 def names(file: Path) -> list[str]:
@@ -115,7 +75,7 @@ def parse(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
     """
     targets = [_checked(target) for target in _named(spec, file, flags)]
     for target in targets:
-        _check_secrets(target)
+        check_secrets(target)
         _check_proxy(target)
     return targets
 
@@ -131,7 +91,7 @@ def listing(file: Path) -> list[str]:
         if target.key_env in os.environ:
             key = f"  key: ${target.key_env}"
         elif target.key_env:
-            key = f"  key: {_named_key(target.key_env)} not set"
+            key = f"  key: {named_key(target.key_env)} not set"
         lines.append(f"{target.name}  {target.url or 'built in, started for a run'}  {target.api}{key}")
     return lines
 
@@ -284,23 +244,8 @@ def _check_url(who: str, url: str) -> None:
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number, half an IPv6 address
         sound = False
-    if not sound or not _printable(url) or " " in url:
+    if not sound or not is_printable(url) or " " in url:
         raise BenchError(f"{who}: what is given is no URL; right: http://host:8000/v1")
-
-
-def _check_secrets(target: Target) -> None:
-    who, key_env = f"target {target.name}", target.key_env
-    if key_env and key_env not in os.environ:
-        raise BenchError(f"{who}: {_named_key(key_env)}, which key_env (--key-env) names, is not set")
-    if key_env:
-        _check_secret(f"{who}: the key in the variable {key_env}", os.environ[key_env])
-    for name, value in target.headers.items():
-        _check_secret(f"{who}: the value of header {name}", value)
-
-
-def _named_key(key_env: str) -> str:
-    """How a variable that is not set is called: some keys would pass for a name, few are in capitals only."""
-    return f"${key_env}" if key_env.isupper() else "the environment variable"
 
 
 def _check_proxy(target: Target) -> None:
@@ -313,151 +258,6 @@ def _check_proxy(target: Target) -> None:
                 f"target {target.name}: {name} is set, and through a proxy other things are measured than without; "
                 "say which is meant: --proxy env (through it) or --proxy none (straight to the target)"
             )
-
-
-def _check_secret(what: str, value: Any) -> None:
-    """A header's value that every HTTP library sends alike. Says what is wrong with it, never the value."""
-    if not isinstance(value, str):
-        raise BenchError(f"{what} is no text")
-    if not value:
-        raise BenchError(f"{what} is empty")
-    if value != value.strip():
-        raise BenchError(f"{what} begins or ends with a blank or a line end")
-    if not _printable(value):
-        raise BenchError(f"{what} is not one line of printable ASCII")
-
-
-def _printable(text: str) -> bool:
-    return text.isascii() and text.isprintable()
-
-
-def tls(target: Target) -> ssl.SSLContext:
-    """What https is checked against, and who we are. Raises BenchError for a `cafile`, `cert` or `key` that is none."""
-    if not target.cafile and not any(url.startswith("https") for url in target.urls):
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # believes nobody; the system's list takes 20 ms to load
-    try:
-        context = ssl.create_default_context(cafile=target.cafile or None)
-    except OSError as e:
-        why = "no certificates in it" if isinstance(e, ssl.SSLError) else e.strerror
-        raise BenchError(f"target {target.name}: cafile {target.cafile}: {why}; expected a PEM file") from None
-    if target.insecure:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if target.cert:
-        certify(target, context)
-    return context
-
-
-def certify(target: Target, context: ssl.SSLContext) -> None:
-    """Lets a context show the client certificate. Raises BenchError; it names no file of `key`, which may be a key."""
-    asked: list[bool] = []
-
-    def password() -> str:  # asked for at the terminal otherwise, in the middle of a run
-        asked.append(True)
-        return ""
-
-    try:
-        context.load_cert_chain(target.cert, target.key or None, password=password)
-    except (OSError, ValueError) as e:
-        why = "its key has a password" if asked else _unusable(target, e)
-        files = "cert and key: PEM files that belong together, the key without a password"
-        raise BenchError(
-            f"target {target.name}: its client certificate cannot be used ({why}); expected {files}"
-        ) from None
-
-
-def _unusable(target: Target, error: Exception) -> str:
-    """Which of a client certificate's files is not what it should be, by its key in the target's table."""
-    of_key = "key" if target.key else "cert"
-    wanted = (("cert", target.cert, b"CERTIFICATE"), (of_key, target.key or target.cert, b"PRIVATE KEY"))
-    for name, file, mark in wanted:
-        try:
-            body = Path(file).read_bytes()
-        except (OSError, ValueError) as e:
-            return f"the file of `{name}`: {(getattr(e, 'strerror', '') or 'cannot be read').lower()}"
-        if mark not in body:
-            return f"no {'certificate' if b'CERT' in mark else 'private key'} in the file of `{name}`"
-    return str(getattr(error, "reason", "") or getattr(error, "strerror", "") or error).lower().replace("_", " ")
-
-
-def auth_headers(target: Target) -> list[tuple[str, str]]:
-    """Extra headers of every request, the key among them. Never stored, never printed."""
-    theirs = {name.lower() for name in target.headers}
-    of_protocol = [(n, value) for n, value in DIALECTS[target.api].site.headers if n.lower() not in theirs]
-    return of_protocol + _secret_headers(target)
-
-
-def _secret_headers(target: Target) -> list[tuple[str, str]]:
-    headers = list(target.headers.items())
-    if target.key_env:
-        name, form = DIALECTS[target.api].site.key_header
-        headers.append((name, form.format(key=os.environ[target.key_env])))
-    return headers
-
-
-def hider(target: Target) -> Callable[[str], str]:
-    """A function that puts HIDDEN in place of the target's secrets in a text: servers repeat keys in their errors.
-
-    Secrets are the key, header values, and what follows a scheme in one ("Bearer ..."), from LEAST_SECRET characters
-    on; a proxy's password too. A text may be cut in the middle of one: from its first half on it is a secret too.
-    """
-    found: set[str] = set()
-    values = [value for _, value in _secret_headers(target)]
-    for url in target.urls:
-        if (through := proxy_of(target, url)) is not None:
-            values += [through.authorization, through.password]
-    for value in values:
-        found |= {value, *value.split()[1:]}
-    found |= {json.dumps(value)[1:-1] for value in found}  # as JSON repeats it
-    secrets = sorted((s for s in found if len(s) >= LEAST_SECRET), key=len, reverse=True)
-
-    def hide(text: str) -> str:
-        for secret in secrets:
-            head = secret[: max(LEAST_SECRET, len(secret) // 2)]
-            at = text.find(head)
-            while at >= 0:
-                end = at + len(head)
-                while end - at < len(secret) and text[end : end + 1] == secret[end - at]:
-                    end += 1
-                text = text[:at] + HIDDEN + text[end:]
-                at = text.find(head, at + len(HIDDEN))
-        return text
-
-    return hide
-
-
-def proxy_of(target: Target, url: str) -> Proxy | None:
-    """The proxy through which a URL of the target is asked; None: straight. A server of ours is on this machine.
-
-    Raises BenchError for what names no HTTP proxy.
-    """
-    if target.launch or target.proxy in ("", "none"):
-        return None
-    if target.proxy == "env":
-        return proxy.of_environment(url)
-    return proxy.read(target.proxy, f"target {target.name}: proxy (--proxy)")
-
-
-def httpx_proxy(target: Target) -> httpx.Proxy | None:
-    """The same for httpx, of the target's first URL."""
-    through = proxy_of(target, target.urls[0])
-    if through is None:
-        return None
-    said = through.authorization
-    return httpx.Proxy(through.shown, headers={"Proxy-Authorization": said} if said else None)
-
-
-def proxy_line(target: Target) -> str:
-    """What is to be said of proxies before the first probe; "" where there is none."""
-    if by := target.by_proxy():
-        return f"{target.name}: probes and load go through the proxy {by}"
-    if name := unused_proxy(target.urls[0]):
-        return f"{target.name}: {name} of the environment is not used: probes and load go straight to the target"
-    return ""
-
-
-def unused_proxy(url: str) -> str:
-    """The environment's proxy variable that others would obey for this URL, "" for none. Its value may hold a key."""
-    return proxy.variable(url)
 
 
 def root_of(url: str) -> str:

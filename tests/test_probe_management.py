@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_bench import probe, probe_management, probe_report, targets
+from llm_bench import dialects, probe, probe_management, probe_report, targets
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
@@ -82,11 +82,11 @@ def test_a_declared_port_that_does_not_answer_is_an_error_and_a_derived_one_a_no
     row = DIALECTS["torchserve"]
     elsewhere = row.site.managed._replace(port=int(nobody.rpartition(":")[2]))  # 8081 of this machine may be taken
     monkeypatch.setitem(DIALECTS, "torchserve", row._replace(site=row.site._replace(managed=elsewhere)))
-    targets.spoken.__globals__["_spoken"].cache_clear()
+    dialects._spoken.cache_clear()
     try:
         rows, found = probed([page("READY")], management="", model=MODEL)
     finally:
-        targets.spoken.__globals__["_spoken"].cache_clear()
+        dialects._spoken.cache_clear()
     assert "workers" not in rows
     assert any(note.startswith(f"no management API at {nobody} (ConnectError") for note in found.notes)
 
