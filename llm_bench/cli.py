@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -35,6 +35,11 @@ from llm_bench.options import (
     check_numbers,
     given,
 )
+
+if TYPE_CHECKING:
+    from llm_bench.perplexity import Scored
+    from llm_bench.probe import Probe
+    from llm_bench.targets import Target
 
 
 class _Commands(TyperGroup):
@@ -150,13 +155,9 @@ def check(
     """Ask each target what a measurement needs to know.
 
     Is it reachable, which models and which build has it, does it count its tokens, can lengths be pinned, how far away
-    is it. Several targets stand side by side.
+    is it. Several targets stand side by side; of one that is not there or not what it should be, a sentence.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    from llm_bench import probe, probe_report, prompts, scoring_ask
+    from llm_bench import probe, prompts, scoring_ask
     from llm_bench import targets as known
 
     check_numbers(context.params)
@@ -167,13 +168,32 @@ def check(
     for declared in chosen:
         if declared.tokenizer:
             prompts.exact(declared.tokenizer)  # refused here, not in a run
-    found, scored = [], []
+    found, scored, refused = [], [], []
     for declared in chosen:
-        with known.running(declared, say) as target:
-            found.append((target, probe.probe(target, say, ready_timeout, compared=len(chosen) > 1)))
-            if agree:
-                say(f"{target.name}: scoring the bundled text")
-                scored.append((target.name, scoring_ask.ask(target, found[-1][1].model)))
+        try:
+            with known.running(declared, say) as target:
+                found.append((target, probe.probe(target, say, ready_timeout, compared=len(chosen) > 1, whole=True)))
+                if agree:
+                    say(f"{target.name}: scoring the bundled text")
+                    scored.append((target.name, scoring_ask.ask(target, found[-1][1].model)))
+        except BenchError as e:  # the others are shown all the same
+            refused.append(e)
+    if found:
+        _show_found(found, scored, agree)
+    for refusal in refused[:-1]:
+        terminal.fail(str(refusal))
+    if refused:
+        raise refused[-1]
+
+
+def _show_found(found: list[tuple["Target", "Probe"]], scored: list[tuple[str, "Scored | str"]], agree: bool) -> None:
+    """Targets side by side, a column each, then what is noted of them."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from llm_bench import probe_report
+
     # Folded: a URL or a version that a narrow column cuts short would be another one.
     table = Table(*(Column(escape(name), overflow="fold") for name in ("", *(target.name for target, _ in found))))
     for row in probe_report.side_by_side(found):

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -23,11 +24,13 @@ from llm_bench.targets import Target
 
 Say = Callable[[str], None]
 
-PINNED_PROBE_TOKENS = 32  # asked of prompts whose natural answer is one word
+PINNED_PROBE_TOKENS = 32  # asked of a prompt whose natural answer is one word; a chatty model says twenty
+_FIRST_TOKENS = 16  # of the first answer, which only shows what is taken: OpenAI's Responses ask no fewer
 _FEW = 8  # tokens, where only the events' shape is asked
 _LONG_ANSWER = "Count from one to twenty."  # of several tokens even where lengths are not held
-RTT_PROBES = 20
+RTT_PROBES, RTT_LEAST = 20, 5
 RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep anyone waiting
+RTT_SHORTLY_S = 0.1  # before a run; then RTT_LEAST do
 PAGE_S = 10.0  # for a page about a model
 MODELS_KEPT = 50  # names in a record's header
 SETTLE_S = 10.0  # for a target to let go of what we have cut
@@ -58,7 +61,7 @@ class Probe(NamedTuple):
     ask: Ask
     base_tokens: float  # tokens a prompt costs beyond its words: template, begin-of-text
     tokens_per_word: float
-    rtt_ms: float | None  # median of RTT_PROBES small GETs on one connection
+    rtt_ms: float | None  # median of small GETs on one connection
     connect_ms: float | None
     ttft_ms: float | None  # of a short probe, alone: the second, since a server's first request is slow
     tpot_ms: float | None
@@ -71,10 +74,12 @@ class Probe(NamedTuple):
     told: Mapping[str, str] = {}  # of pins.FACTS, what the server says
     sized: bool = True  # are base_tokens and tokens_per_word the target's own count? Else it reports none
     prompts: Sequence[tuple[str, int]] = ()  # texts that were sent, and the tokens that each cost; not stored
+    # Asked where `whole` is: no figure and no doubt of a run rests on them.
     prefix_cache: str = ""  # on, off or undecided; "": not asked, as of a single pass
     prefix_cache_seen: str = ""  # what says so
     continuous_usage: str = ""  # the usage in each event of a stream: a word of CONTINUOUS; "": nothing is streamed
     workers: str = ""  # that serve the model, where a management port tells
+    rtt_probes: int = 0  # small GETs that rtt_ms is the median of
 
     def public(self) -> dict[str, Any]:
         ask = {**self.ask._asdict(), "extra": dict(self.ask.extra)}
@@ -103,10 +108,12 @@ def probe(
     stream: bool = True,
     timeouts: Timeouts = _DEFAULT,
     compared: bool = False,
+    whole: bool = False,
 ) -> Probe:
     """Ask the target what every cell needs to know, with a few small requests and no load.
 
     `compared`: beside other targets; then its greedy answers to a fixed set of prompts are kept, as hashes.
+    `whole`: with what a user may want to know and no cell needs, and each question alone, however long that takes.
     `timeouts` bound each request as they do a measured one. What it answers is said without the target's secrets.
 
     Raises TargetError when it is not reachable within `ready_s`, wants another key, or answers no request at all.
@@ -122,11 +129,11 @@ def probe(
 
     try:
         first, *others = (replace(target, url=url) for url in target.urls)
-        found = _probe(first, tell, ready_s, stream, timeouts, compared)
-        for other in others:  # each has to be there, and to be the same
-            with talk.client_of(other, timeouts) as client:
-                models, max_len, _ = _models(client, other, ready_s, tell)
-                pins.check_alike(first, found.told, other.url, pins.told(client, other))
+        found = _probe(first, tell, ready_s, stream, timeouts, compared, whole)
+        waiting = [talk.aside(partial(_replica, other, ready_s, timeouts, tell)) for other in others]
+        replicas = [replica.result() for replica in waiting]
+        for other, (models, max_len, told) in zip(others, replicas, strict=True):  # each has to be the same
+            pins.check_alike(first, found.told, other.url, told)
             if (models, other.max_model_len or max_len) != (found.models, found.max_model_len):
                 found.notes.append(f"{other.url} lists other models or limits than {first.url}: not the same work")
     except TargetError as e:
@@ -134,13 +141,24 @@ def probe(
     return found._replace(notes=[hide(note) for note in found.notes])
 
 
-def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Timeouts, compared: bool) -> Probe:
+def _replica(
+    target: Target, ready_s: float, timeouts: Timeouts, say: Say
+) -> tuple[list[str], int | None, Mapping[str, str]]:
+    with talk.client_of(target, timeouts) as client:
+        models, max_len, _ = _models(client, target, ready_s, say)
+        return models, max_len, pins.told(client, target)
+
+
+def _probe(
+    target: Target, say: Say, ready_s: float, stream: bool, timeouts: Timeouts, compared: bool, whole: bool
+) -> Probe:
     notes: list[str] = []
     if line := targets.proxy_line(target):
         say(line)
     row = target.dialect
     with talk.client_of(target, timeouts) as client:
         models, max_len, seen = _models(client, target, ready_s, say)
+        limit = target.max_model_len or max_len
         managed = probe_management.ask(target, say, ready_s, timeouts, notes)
         models = models or list(managed.models)
         model = target.model or (models[0] if models else "")
@@ -150,32 +168,40 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
             raise TargetError(said)
         if models and model not in models:
             notes.append(f"model {model!r} is not among those that it lists: {mistaken.some(models)}")
+        trip = talk.aside(partial(_round_trip, target, timeouts, RTT_LONGEST_S if whole else RTT_SHORTLY_S))
         told = pins.told(client, target) | ({"revision": managed.version} if managed.version else {})
+        rtt_ms, connect_ms, rtt_probes = trip.result()  # over before anything is generated, which would stretch it
         pins.check(target, told)
-        rtt_ms, connect_ms = _round_trip(target, timeouts)
         say(f"{target.name}: probing {model or target.api}")
         extra = _described(client, target, model, models)
         wanted = Ask(model, stream=stream and row.comes.streams, extra=extra)
-        ask, first, exchange = _ladder(client, target, wanted, models, timeouts, notes)
-        want = row.takes.asked(_question(1), ask)
+        ask, question, first, exchange = _ladder(client, target, wanted, models, timeouts, notes)
+        want = row.takes.asked(question, ask)
         pinned = want.pinned and _ended_at(first, want.out, want.choices, row.comes.ends_by_framing)
-        sized = Prompts()
         if not row.comes.single_pass:
             notes += _of_lengths(target.api, want, ask, pinned, first)
-        if not row.comes.single_pass or first.tokens_in >= 0:  # many a single pass has no tokens to count
-            sized = probe_prompts.learn(client, target, ask, timeouts, notes, target.max_model_len or max_len)
-        continuous = _continuous(client, target, ask, first, exchange, timeouts)
-        greedy = [_greedy(client, target, text, ask, timeouts) for text in AGREEMENT] if compared else []
+        counts = not row.comes.single_pass or first.tokens_in >= 0  # many a single pass has no tokens to count
+        sized, continuous = Prompts(), ""
+        agreed = [_greedy(text) for text in AGREEMENT] if compared else []
+        if whole:
+            sized = probe_prompts.learn(client, target, ask, timeouts, notes, limit) if counts else sized
+            continuous = _continuous(client, target, ask, first, exchange, timeouts)
+            greedy = [talk.ask(client, target, request, ask, timeouts) for request in agreed]
+        else:
+            sizing = probe_prompts.sizing(target, limit) if counts else []
+            answers = talk.ask_together(client, target, [*sizing, *agreed], ask, timeouts)
+            sized = probe_prompts.sized(sizing, answers[: len(sizing)], notes) if counts else sized
+            greedy = answers[len(sizing) :]
     span_ms = (first.event_ns[-1] - first.event_ns[0]) / 1e6 if len(first.event_ns) > 1 else None
     gaps = first.tokens_out - 1 if want.choices == 1 else 0
     return Probe(
         models=models,
         model=model,
-        max_model_len=target.max_model_len or max_len,
+        max_model_len=limit,
         usage_in_stream=first.tokens_out_from == "usage",
         lengths_pinned=pinned,
         finish_reason_seen=bool(first.finish_reason),
-        cached_reported=sized.cached_reported,
+        cached_reported=sized.cached_reported or first.tokens_cached >= 0,
         ask=ask,
         base_tokens=sized.sizer.base,
         tokens_per_word=sized.sizer.per_word,
@@ -193,7 +219,8 @@ def _probe(target: Target, say: Say, ready_s: float, stream: bool, timeouts: Tim
         prefix_cache_seen=sized.cache_seen,
         continuous_usage=continuous,
         workers=managed.workers,
-        **_agreed(greedy),
+        rtt_probes=rtt_probes,
+        **_agreed([got for got, _ in greedy]),
     )
 
 
@@ -234,7 +261,7 @@ def _continuous(
     if seen:
         return CONTINUOUS[0]
     if row.takes.usage_option and ask.include_usage and first.tokens_out_from == "usage":
-        request = replace(_question(0), prompt=_LONG_ANSWER, tokens_out=_FEW, extra=_ASKED_FOR)
+        request = replace(_question(0, _FEW), prompt=_LONG_ANSWER, extra=_ASKED_FOR)
         got, asked = talk.ask(client, target, request, ask, timeouts)
         seen = counts_in_events(asked, row) if got.outcome == "ok" else False
         if seen:
@@ -262,16 +289,17 @@ def counts_in_events(exchange: Exchange, row: Dialect) -> bool | None:
     )
 
 
-def _greedy(client: httpx.Client, target: Target, text: str, ask: Ask, timeouts: Timeouts) -> tuple[str, int]:
-    """(answer at temperature 0, "" where there is none; tokens of the prompt). Engines may differ in it: no check."""
-    request = Request(tokens_in=8, tokens_out=AGREED_TOKENS, prompt=text, extra={"temperature": 0})
-    got, _ = talk.ask(client, target, request, ask, timeouts)
-    return (got.text, got.tokens_in) if got.outcome == "ok" else ("", -1)
+def _greedy(text: str) -> Request:
+    return Request(tokens_in=8, tokens_out=AGREED_TOKENS, prompt=text, extra={"temperature": 0})
 
 
-def _agreed(greedy: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """What is kept of the answers to AGREEMENT; nothing where one is missing."""
-    texts, costs = [text for text, _ in greedy], [tokens for _, tokens in greedy]
+def _agreed(greedy: Sequence[answer.Answer]) -> dict[str, Any]:
+    """What is kept of the answers to AGREEMENT at temperature 0; nothing where one is missing.
+
+    Engines may differ in them, and one engine beside other requests: a figure, no check.
+    """
+    texts = [got.text if got.outcome == "ok" else "" for got in greedy]
+    costs = [got.tokens_in if got.outcome == "ok" else -1 for got in greedy]
     hashes = [hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest() for text in texts]
     known: dict[str, Any] = {"agreement": hashes, "answers": texts} if texts and all(texts) else {}
     return known | ({"agreement_tokens": costs} if costs and min(costs) >= 0 else {})
@@ -376,23 +404,26 @@ def _described(client: httpx.Client, target: Target, model: str, models: list[st
     raise TargetError(mistaken.of_answer(client, target, model, models, got, exchange))
 
 
-def _round_trip(target: Target, timeouts: Timeouts) -> tuple[float | None, float | None]:
-    """(median ms of a small GET on a warm connection, ms of the first on a new one minus that)."""
+def _round_trip(target: Target, timeouts: Timeouts, longest_s: float) -> tuple[float | None, float | None, int]:
+    """(median ms of a small GET on a warm connection, ms of the first on a new one minus that, GETs of the median)."""
     samples: list[float] = []
     begun_s = time.monotonic()
     method, address = targets.asked_first(target, target.url)
     try:
         with talk.client_of(target, timeouts) as fresh:
-            while len(samples) <= RTT_PROBES and time.monotonic() - begun_s < RTT_LONGEST_S:
+            while len(samples) <= RTT_PROBES:
+                limit_s = longest_s if len(samples) > RTT_LEAST else RTT_LONGEST_S
+                if time.monotonic() - begun_s > limit_s:
+                    break
                 begun_ns = clock.now_ns()
                 talk.page(fresh, method, address, RTT_LONGEST_S)
                 samples.append((clock.now_ns() - begun_ns) / 1e6)
     except httpx.HTTPError:
-        return None, None
+        return None, None, 0
     if len(samples) < 2:
-        return None, None
+        return None, None, 0
     median = sorted(samples[1:])[len(samples) // 2 - 1]
-    return median, max(samples[0] - median, 0.0)
+    return median, max(samples[0] - median, 0.0), len(samples) - 1
 
 
 # What a strict server may refuse, dropped in this order: lengths first, since usage matters more.
@@ -404,31 +435,31 @@ _LADDER = (  # pin_lengths, include_usage, what is then said
 )
 
 
-def _question(number: int) -> Request:
-    return Request(tokens_in=8, tokens_out=PINNED_PROBE_TOKENS, prompt=_QUESTIONS[number])
+def _question(number: int, tokens: int) -> Request:
+    return Request(tokens_in=8, tokens_out=tokens, prompt=_QUESTIONS[number])
 
 
 def _ladder(
     client: httpx.Client, target: Target, ask: Ask, models: list[str], timeouts: Timeouts, notes: list[str]
-) -> tuple[Ask, answer.Answer, Exchange]:
-    """What the server takes, and its answer to the second such request: a server's first one tells of no other."""
-    takes = target.dialect.takes
+) -> tuple[Ask, Request, answer.Answer, Exchange]:
+    """What the server takes, and a second such request with its answer: a server's first one tells of no other."""
+    takes, opening, question = target.dialect.takes, _question(0, _FIRST_TOKENS), _question(1, PINNED_PROBE_TOKENS)
     first: tuple[answer.Answer, Exchange] | None = None
     for pin_lengths, include_usage, note in _LADDER:
         if (not pin_lengths and not takes.pins) or (not include_usage and not takes.usage_option):
             continue  # the protocol has no such field to leave out
         tried = ask._replace(pin_lengths=pin_lengths, include_usage=include_usage)
-        got, exchange = talk.ask(client, target, _question(0), tried, timeouts)
+        got, exchange = talk.ask(client, target, opening, tried, timeouts)
         if got.outcome == "ok" and talk.is_web_page(b"".join(exchange.pieces)):
             raise TargetError(mistaken.of_answer(client, target, ask.model, models, got, exchange))
         if got.outcome == "ok":
             if note:
                 notes.append(note)
-            again, warm = talk.ask(client, target, _question(1), tried, timeouts)
+            again, warm = talk.ask(client, target, question, tried, timeouts)
             if again.outcome == "ok":
-                return tried, again, warm
+                return tried, question, again, warm
             notes.append(f"of two probes the second failed ({again.error_kind}: {again.error}): the first one counts")
-            return tried, got, exchange
+            return tried, opening, got, exchange
         first = first or (got, exchange)
         if exchange.status not in (400, 422):
             break

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import httpx
 
 from llm_bench import clock, talk
+from llm_bench.answer import Answer
 from llm_bench.bodies import Ask
-from llm_bench.exchange import Timeouts
+from llm_bench.exchange import Exchange, Timeouts
 from llm_bench.prompts import Sizer, probe_text
 from llm_bench.request import Request
 from llm_bench.targets import Target
@@ -53,20 +54,29 @@ class Prompts(NamedTuple):
     cache_seen: str = ""  # what says so
 
 
+def sizing(target: Target, limit: int | None) -> list[Request]:
+    """A short and a long prompt. The same at every target, so that equal tokenizers count the same.
+
+    `limit`: tokens of prompt and answer that the target takes, if known.
+    """
+    return [_request(words, probe_text(words, "sizes")) for words in _words(target, limit)]
+
+
+def sized(requests: Sequence[Request], answers: Sequence[tuple[Answer, Exchange]], notes: list[str]) -> Prompts:
+    """What prompts cost, by what the target counted in `requests`, those of `sizing`."""
+    sent = [_sent(request, *found) for request, found in zip(requests, answers, strict=True)]
+    return _sized(sent, notes)._replace(cached_reported=any(one.cached >= 0 for one in sent))
+
+
 def learn(
     client: httpx.Client, target: Target, ask: Ask, timeouts: Timeouts, notes: list[str], limit: int | None
 ) -> Prompts:
-    """By a few prompts of known word counts. `limit`: tokens of prompt and answer that the target takes, if known."""
-    once = target.dialect.comes.single_pass
-    words = (SHORT_PASS, LONG_PASS) if once else (SHORT, min(LONG, max(2 * SHORT, limit // 8)) if limit else LONG)
+    """What prompts cost and whether they are kept, by a few new ones one after the other: their times count."""
+    once, words = target.dialect.comes.single_pass, _words(target, limit)
 
     def send(words: int, text: str = "") -> Sent:
-        text = text or probe_text(words, f"probe {clock.now_ns()}")
-        got, exchange = talk.ask(client, target, Request(tokens_in=words, tokens_out=1, prompt=text), ask, timeouts)
-        end_ns = got.event_ns[0] if got.event_ns else exchange.end_ns
-        # Whatever the one token was: a server that counts has counted.
-        failed = "" if got.outcome == "ok" or got.tokens_in >= 0 else got.error[:120]
-        return Sent(words, text, got.tokens_in, got.tokens_cached, end_ns - exchange.sent_ns, failed)
+        request = _request(words, text or probe_text(words, f"probe {clock.now_ns()}"))
+        return _sent(request, *talk.ask(client, target, request, ask, timeouts))
 
     begun_s = time.monotonic()
     fresh = [send(count) for count in words]
@@ -81,6 +91,24 @@ def learn(
     cache, seen = prefix_cache(triples) if triples else (UNDECIDED, "too slow to be timed") if slow else ("", "")
     reported = any(sent.cached >= 0 for sent in (*fresh, *(triple.again for triple in triples)))
     return _sized(fresh, notes)._replace(cached_reported=reported, cache=cache, cache_seen=seen)
+
+
+def _words(target: Target, limit: int | None) -> tuple[int, int]:
+    if target.dialect.comes.single_pass:
+        return SHORT_PASS, LONG_PASS
+    return SHORT, min(LONG, max(2 * SHORT, limit // 8)) if limit else LONG
+
+
+def _request(words: int, text: str) -> Request:
+    return Request(tokens_in=words, tokens_out=1, prompt=text)
+
+
+def _sent(request: Request, got: Answer, exchange: Exchange) -> Sent:
+    end_ns = got.event_ns[0] if got.event_ns else exchange.end_ns
+    # Whatever the one token was: a server that counts has counted.
+    failed = "" if got.outcome == "ok" or got.tokens_in >= 0 else got.error[:120]
+    text, words = request.prompt or "", request.tokens_in
+    return Sent(words, text, got.tokens_in, got.tokens_cached, end_ns - exchange.sent_ns, failed)
 
 
 def _sized(fresh: Sequence[Sent], notes: list[str]) -> Prompts:

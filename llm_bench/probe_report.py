@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from llm_bench import perplexity, pins
 from llm_bench.mistaken import some
 from llm_bench.perplexity import Scored
-from llm_bench.probe import AGREEMENT, RTT_PROBES, Probe
+from llm_bench.probe import AGREEMENT, Probe
 from llm_bench.same_work import costs_apart, parting
 from llm_bench.targets import Target
 
@@ -29,7 +29,7 @@ def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:
         ("reports cached tokens", _YES[found.cached_reported]),
         ("prefix cache", found.prefix_cache or "not asked"),
         ("tokens of a prompt", _sizes(found)),
-        ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {RTT_PROBES})"),
+        ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {found.rtt_probes})"),
         ("connect", "unknown" if found.connect_ms is None else f"{found.connect_ms:.2f} ms"),
         ("TTFT of a short probe", "not streamed" if found.ttft_ms is None else f"{found.ttft_ms:.1f} ms"),
         ("TPOT of a short probe", "unknown" if found.tpot_ms is None else f"{found.tpot_ms:.2f} ms"),

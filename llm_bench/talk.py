@@ -1,6 +1,11 @@
 """One small request to a target outside of any load: through httpx, read by the dialect and answer code of the load."""
 
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
 import httpx
 
@@ -22,6 +27,9 @@ from llm_bench.request import Request
 from llm_bench.targets import Target
 
 PAGE_BYTES = 1 << 24  # of a page; what is longer is no list of models
+_BUSY = (429, 503)  # what a server says that takes fewer at once
+
+T = TypeVar("T")
 
 
 def client_of(target: Target, timeouts: Timeouts) -> httpx.Client:
@@ -105,3 +113,36 @@ def ask(
         choices=want.choices,
     )
     return got, exchange
+
+
+def aside(what: Callable[[], T]) -> "Future[T]":
+    """Asked in a thread of its own, while the caller asks something else; `result()` gives or raises what it did."""
+    future: Future[T] = Future()
+
+    def answer() -> None:
+        try:
+            future.set_result(what())
+        except BaseException as e:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(e)
+
+    threading.Thread(target=answer, daemon=True).start()  # a daemon: Ctrl-C waits for no server
+    return future
+
+
+def ask_together(
+    client: httpx.Client, target: Target, requests: Sequence[Request], asked: Ask, timeouts: Timeouts
+) -> list[tuple[answer.Answer, Exchange]]:
+    """Each request at once, on a connection of its own: for what is read of the answers, and not of their times.
+
+    Those that a server turned away for having too many are asked again, alone.
+    """
+
+    def one(request: Request) -> tuple[answer.Answer, Exchange]:
+        return ask(client, target, request, asked, timeouts)
+
+    waiting = [aside(partial(one, request)) for request in requests]
+    found = [future.result() for future in waiting]
+    return [
+        one(request) if exchange.status in _BUSY else (got, exchange)
+        for request, (got, exchange) in zip(requests, found, strict=True)
+    ]

@@ -103,7 +103,7 @@ def keeping(cache, *, counts=True, reports=False, word_ms=0.5, continuous=False,
 def probed(answer, **facts):
     with Scripted(answer) as server:
         target = Target("t", server.url, **facts)
-        return target, probe.probe(target, lambda text: None, 5.0)
+        return target, probe.probe(target, lambda text: None, 5.0, whole=True)
 
 
 def test_a_server_that_reports_its_cache_is_taken_at_its_word():
@@ -134,7 +134,7 @@ def test_a_server_without_tokens_counted_is_timed_all_the_same():
 
 def test_an_instant_server_is_asked_two_triples_and_is_undecided():
     with Scripted(keeping(True, word_ms=0)) as server:
-        found = probe.probe(Target("t", server.url), lambda text: None, 5.0)
+        found = probe.probe(Target("t", server.url), lambda text: None, 5.0, whole=True)
         prompts = [seen.json()["messages"][0]["content"] for seen in server.requests if seen.method == "POST"]
     assert found.prefix_cache in (UNDECIDED, ON)  # a machine that stalls may make the new ones late
     assert [len(p.split()) for p in prompts if len(p.split()) in (SHORT, LONG)][:6] == [SHORT, LONG, LONG] * 2
@@ -151,7 +151,7 @@ def test_a_count_of_nothing_that_the_time_belies_is_no_word_for_off():
 def test_a_slow_server_is_not_kept_waiting_for(monkeypatch):
     monkeypatch.setattr(probe_prompts, "LONGEST_S", 0.0)
     with Scripted(keeping(True)) as server:
-        found = probe.probe(Target("t", server.url), lambda text: None, 5.0)
+        found = probe.probe(Target("t", server.url), lambda text: None, 5.0, whole=True)
         prompts = [seen.json()["messages"][0]["content"] for seen in server.requests if seen.method == "POST"]
     assert len([p for p in prompts if len(p.split()) == LONG]) == 1  # no repeat: it could say nothing
     assert (found.prefix_cache, found.sized) == (UNDECIDED, True)

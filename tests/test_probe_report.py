@@ -40,7 +40,7 @@ SAME = ["a|b", "c", "d|e|f", "g", "h|i"]
 
 def found(server, name, target_name="x") -> probe_report.Found:
     target = Target(target_name, server.url.removesuffix("/v1") + ("/v1" if "openai" in name else ""), api=name)
-    return target, probe.probe(target, lambda text: None, 5.0, compared=True)
+    return target, probe.probe(target, lambda text: None, 5.0, compared=True, whole=True)
 
 
 def test_what_is_known_of_a_build_says_whose_word_it_is():

@@ -1,0 +1,142 @@
+"""What is asked before a run: as few requests as its figures rest on, as many at once as do not disturb each other."""
+
+import pytest
+
+from llm_bench import probe, probe_prompts, talk
+from llm_bench.bodies import Ask
+from llm_bench.exchange import Timeouts
+from llm_bench.probe import AGREEMENT, RTT_LEAST, RTT_PROBES
+from llm_bench.prompts import Sizer
+from llm_bench.request import Request
+from llm_bench.targets import Target
+from tests.scripted import END, SSE_HEAD, Scripted, Seen, http_response, sse, token
+
+DELAY_MS = 50.0
+MODELS = b'{"data": [{"id": "m", "max_model_len": 4096}]}'
+
+
+def chat(seen: Seen):
+    """A whole answer, of as many tokens as are asked for."""
+    body = seen.json()
+    asked, words = int(body.get("max_tokens", 4)), len(body["messages"][-1]["content"].split())
+    finish = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+    usage = {"prompt_tokens": words + 7, "completion_tokens": asked, "total_tokens": words + 7 + asked}
+    events = [token("w ")] * asked + [finish, {"choices": [], "usage": usage}, "[DONE]"]
+    return SSE_HEAD + sse(*events) + END
+
+
+def far(number, seen):
+    """A server that takes DELAY_MS for anything."""
+    if seen.method == "POST":
+        return [(DELAY_MS, chat(seen))]
+    return [(DELAY_MS, http_response(200, MODELS if seen.path.endswith("/models") else b'{"version": "1"}'))]
+
+
+def rounds(requests) -> int:
+    """Of the longest chain of requests each of which was sent after the answer to the one before."""
+    depth: list[int] = []
+    for seen in requests:
+        before = [d for d, other in zip(depth, requests, strict=False) if seen.at_ns - other.at_ns > 0.9e6 * DELAY_MS]
+        depth.append(1 + max(before, default=0))
+    return max(depth)
+
+
+def asked_of(server) -> list[str]:
+    return [seen.json()["messages"][-1]["content"] for seen in server.requests if seen.method == "POST"]
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_far_server_is_asked_few_rounds_before_a_run(compared):
+    with Scripted(far) as server:
+        found = probe.probe(Target("t", server.url), lambda text: None, 5.0, compared=compared)
+        requests, prompts = list(server.requests), asked_of(server)
+    trips = 1 + RTT_LEAST  # the first is dearer by the connection
+    # The list of models; round trips, beside which the build is asked; two questions alone; all else at once.
+    assert rounds(requests) <= 1 + trips + 2 + 1
+    assert len(requests) == 1 + 1 + trips + 2 + 2 + (len(AGREEMENT) if compared else 0)
+    assert set(AGREEMENT) <= set(prompts) or not compared
+    assert (found.lengths_pinned, found.usage_in_stream, found.finish_reason_seen) == (True, True, True)
+    assert (found.sizer, found.sized, len(found.agreement)) == (Sizer(7.0, 1.0), True, 5 if compared else 0)
+    assert (found.rtt_probes, found.told) == (RTT_LEAST, {"engine_version": "1"})
+    assert found.rtt_ms >= DELAY_MS
+    assert found.prefix_cache == found.continuous_usage == ""  # of no use to a run
+    assert not [note for note in found.notes if "not" in note]
+
+
+def test_what_is_timed_is_asked_alone():
+    """The second question gives the times of a request alone; nothing else is in flight with it."""
+    with Scripted(far) as server:
+        probe.probe(Target("t", server.url), lambda text: None, 5.0, compared=True)
+        requests = list(server.requests)
+    asked = next(seen for seen in requests if seen.method == "POST" and seen.json()["max_tokens"] == 32)
+    near = [seen for seen in requests if seen is not asked and abs(seen.at_ns - asked.at_ns) < 0.9e6 * DELAY_MS]
+    assert near == []
+
+
+def test_a_near_server_is_timed_as_often_as_it_takes_no_time():
+    def near(number, seen):
+        return [(0, far(number, seen)[0][1])]
+
+    with Scripted(near) as server:
+        found = probe.probe(Target("t", server.url), lambda text: None, 5.0)
+    assert RTT_LEAST <= found.rtt_probes <= RTT_PROBES
+
+
+def test_targets_are_sized_by_the_same_texts():
+    """Equal tokenizers then count the same, whatever words cost."""
+    texts = []
+    for _ in range(2):
+        with Scripted(far) as server:
+            probe.probe(Target("t", server.url), lambda text: None, 5.0)
+            texts.append({text for text in asked_of(server) if len(text.split()) in (16, 256)})
+    assert len(texts[0]) == 2
+    assert texts[0] == texts[1]
+
+
+def test_a_whole_probe_asks_each_question_alone():
+    with Scripted(far) as server:
+        found = probe.probe(Target("t", server.url), lambda text: None, 5.0, compared=True, whole=True)
+        requests = list(server.requests)
+        generated = [seen for seen in requests if seen.method == "POST"]
+    assert rounds(generated) == len(generated)
+    assert found.rtt_probes == RTT_PROBES
+    assert found.prefix_cache == probe_prompts.UNDECIDED
+    assert found.continuous_usage == "no"
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_takes_one_request_at_a_time_is_asked_again(status):
+    refused = []
+    with Scripted(lambda number, seen: answer(number, seen)) as server:
+
+        def answer(number, seen):
+            if seen.method == "POST" and server.in_flight > 1:
+                refused.append(number)
+                return [(0, http_response(status, b'{"error": {"message": "busy"}}'))]
+            return far(number, seen)
+
+        found = probe.probe(Target("t", server.url), lambda text: None, 5.0, compared=True)
+    assert refused
+    assert (found.sized, len(found.agreement)) == (True, len(AGREEMENT))
+
+
+def test_answers_come_in_the_order_of_their_requests():
+    def slower(number, seen):
+        return [(200.0 / len(asked_words(seen)), chat(seen))]
+
+    def asked_words(seen):
+        return seen.json()["messages"][-1]["content"].split()
+
+    requests = [Request(tokens_in=n, tokens_out=1, prompt="w " * n) for n in (1, 2, 4)]
+    with Scripted(slower) as server, talk.client_of(Target("t", server.url), Timeouts()) as client:
+        found = talk.ask_together(client, Target("t", server.url), requests, Ask("m"), Timeouts())
+    assert [got.tokens_in for got, _ in found] == [8, 9, 11]
+
+
+def test_what_is_raised_aside_is_raised_where_its_result_is_asked_for():
+    def fails():
+        raise ValueError("no")
+
+    future = talk.aside(fails)
+    with pytest.raises(ValueError, match="no"):
+        future.result()
