@@ -17,11 +17,12 @@ LEAST_SECRET = 6  # characters: a shorter value stands in ordinary text by chanc
 
 def check_secrets(target: Target) -> None:
     """Raises BenchError for a key that is not set, or a header's value that HTTP libraries would send differently."""
-    who, key_env = f"target {target.name}", target.key_env
-    if key_env and key_env not in os.environ:
-        raise BenchError(f"{who}: {named_key(key_env)}, which key_env (--key-env) names, is not set")
-    if key_env:
-        _check_secret(f"{who}: the key in the variable {key_env}", os.environ[key_env])
+    who = f"target {target.name}"
+    for name, key_env in (("key_env (--key-env)", target.key_env), ("management_key_env", target.management_key_env)):
+        if key_env and key_env not in os.environ:
+            raise BenchError(f"{who}: {named_key(key_env)}, which {name} names, is not set")
+        if key_env:
+            _check_secret(f"{who}: the key in the variable {key_env}", os.environ[key_env])
     for name, value in target.headers.items():
         _check_secret(f"{who}: the value of header {name}", value)
 
@@ -118,6 +119,8 @@ def hider(target: Target) -> Callable[[str], str]:
     """
     found: set[str] = set()
     values = [value for _, value in _secret_headers(target)]
+    if target.management_key_env:
+        values.append(os.environ[target.management_key_env])
     for url in target.urls:
         if (through := proxy_of(target, url)) is not None:
             values += [through.authorization, through.password]

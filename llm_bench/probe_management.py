@@ -35,7 +35,8 @@ def ask(target: Target, say: Callable[[str], None], ready_s: float, timeouts: Ti
     row = target.dialect.site.managed
     if row is None:
         return Managed()
-    asked = replace(target, url=target.management or _beside(target.url, row.port))
+    its_key = target.management_key_env or target.key_env
+    asked = replace(target, url=target.management or _beside(target.url, row.port), key_env=its_key)
     if not target.management:  # a port that nobody named gets no key
         asked = replace(asked, key_env="", headers={})
     with talk.client_of(asked, timeouts) as client:
@@ -43,14 +44,21 @@ def ask(target: Target, say: Callable[[str], None], ready_s: float, timeouts: Ti
         models = tuple(listed.model for listed in row.listed(body)) if status == 200 else ()
         if not models:
             why = why or ("it lists no model" if status == 200 else f"HTTP {status}")
+            wants_key = status in (401, 403)
             if target.management:
-                raise TargetError(
-                    f"target {target.name}: its management API at {asked.url}: {why}; expected its models"
+                right = _key_words(target) if wants_key else "expected its models"
+                raise TargetError(f"target {target.name}: its management API at {asked.url}: {why}; {right}")
+            unknown = "the model's version and workers are not known"
+            if wants_key:
+                notes.append(
+                    f"the management API at {asked.url} wants a key ({why}): {unknown}; declare it by `management` and "
+                    "`management_key_env`, the key's variable, in the target's table of targets.toml"
                 )
-            notes.append(
-                f"no management API at {asked.url} ({why}): the model's version and workers are not known; give "
-                "`management`, its URL, where it is elsewhere"
-            )
+            else:
+                notes.append(
+                    f"no management API at {asked.url} ({why}): {unknown}; give `management`, its URL, where it is "
+                    "elsewhere"
+                )
             return Managed()
         model = target.model or models[0]
         loaded = _ready(client, row, asked, model, say, ready_s) if model in models else None
@@ -58,6 +66,17 @@ def ask(target: Target, say: Callable[[str], None], ready_s: float, timeouts: Ti
         return Managed(models)
     words = f"{loaded.ready} of {loaded.workers} ready, batches of at most {loaded.batch}"
     return Managed(models, loaded.version, words)
+
+
+def _key_words(target: Target) -> str:
+    if target.management_key_env:
+        return f"the key in the variable {target.management_key_env} was refused"
+    name_it = "name its variable by `management_key_env` in the target's table of targets.toml"
+    return (
+        f"the target's key was refused: where this API has its own, {name_it}"
+        if target.key_env
+        else (f"it wants a key; {name_it}")
+    )
 
 
 def _ready(

@@ -37,6 +37,7 @@ class Target:
     proxy: str = ""  # URL of an HTTP proxy, "env": as the environment says, "none": straight; "": nothing was asked
     metrics: str = ""  # URL of its metrics, several with | between them; "auto": /metrics at the root of each URL
     management: str = ""  # URL of its management API, where its protocol has one; "": that protocol's port, same host
+    management_key_env: str = ""  # variable of that API's own key; "": the same as `key_env`
     launch: tuple[str, ...] = ()  # arguments of a server of ours
 
     @property

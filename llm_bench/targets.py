@@ -201,8 +201,9 @@ def _checked(target: Target) -> Target:
     if not target.launch:
         for url in target.urls:
             _check_url(who, url)
-    if target.key_env and not _VARIABLE.fullmatch(target.key_env):
-        raise BenchError(f"{who}: key_env (--key-env) is the NAME of an environment variable, as VLLM_KEY; no key")
+    for name, variable in (("key_env (--key-env)", target.key_env), ("management_key_env", target.management_key_env)):
+        if variable and not _VARIABLE.fullmatch(variable):
+            raise BenchError(f"{who}: {name} is the NAME of an environment variable, as VLLM_KEY; no key")
     for name in target.headers:
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OURS:
             raise BenchError(f"{who}: header {name!r} is no name of a header, or one that every request has already")
@@ -214,6 +215,8 @@ def _checked(target: Target) -> Target:
         raise BenchError(f"{who}: `management` is of a server with a management API (api {able}), not of {target.api}")
     if target.management:
         _check_url(f"{who}: management", target.management)
+    if target.management_key_env and not target.management:
+        raise BenchError(f"{who}: `management_key_env` without `management`: a port that nobody named gets no key")
     if target.key and not target.cert:
         raise BenchError(
             f"{who}: `key` without `cert`: they are PEM files of a client certificate and its key; the API key's "

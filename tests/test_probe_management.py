@@ -127,3 +127,61 @@ def test_only_protocols_with_such_a_port_take_its_url(tmp_path):
 def test_a_query_in_its_url_names_the_table_of_the_target():
     with pytest.raises(BenchError, match=r"target t: management: .* \(\[targets\.t\.headers\] in targets\.toml\)"):
         targets.parse("t=http://h", Path("none.toml"), {"api": "torchserve", "management": "http://h:8081?key=1"})
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_port_that_wants_a_key_is_not_said_to_be_absent(status, monkeypatch):
+    refuses = [(0, http_response(status, b'{"code": 400, "message": "Token Authorization failed"}'))]
+    with Scripted(refuses) as port, Scripted(serve("torchserve")) as server:
+        row = DIALECTS["torchserve"]
+        beside = row._replace(site=row.site._replace(managed=row.site.managed._replace(port=port.port)))
+        monkeypatch.setattr(Target, "dialect", beside)
+        notes: list[str] = []
+        target = Target("t", server.url.removesuffix("/v1"), api="torchserve")
+        assert probe_management.ask(target, lambda text: None, 5.0, Timeouts(), notes) == probe_management.Managed()
+        assert notes == [
+            f"the management API at http://127.0.0.1:{port.port} wants a key (HTTP {status}): the model's version and "
+            "workers are not known; declare it by `management` and `management_key_env`, the key's variable, in the "
+            "target's table of targets.toml"
+        ]
+        for name in ("KEY", "ADMIN"):
+            monkeypatch.setenv(name, f"secret-{name}")
+        declared = {"management": f"http://127.0.0.1:{port.port}"}
+        for facts, said in (
+            ({}, "it wants a key; name its variable by `management_key_env`"),
+            ({"key_env": "KEY"}, "the target's key was refused: where this API has its own, name its variable by"),
+            ({"management_key_env": "ADMIN"}, "the key in the variable ADMIN was refused"),
+        ):
+            wrong = Target("t", target.url, api="torchserve", **declared, **facts)
+            with pytest.raises(TargetError, match=f"its management API at http.*: HTTP {status}; {said}") as caught:
+                probe_management.ask(wrong, lambda text: None, 5.0, Timeouts(), [])
+            assert "secret" not in str(caught.value)
+
+
+def test_a_management_api_may_have_a_key_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("KEY", "requests-1234")
+    monkeypatch.setenv("ADMIN", "admins-1234")
+    right = ("authorization", "Bearer requests-1234")
+    with Scripted(serve("torchserve", key=right)) as server, Scripted(manager([page("READY")])) as port:
+        file = tmp_path / "targets.toml"
+        file.write_text(
+            f'[targets.t]\nurl = "{server.url.removesuffix("/v1")}"\napi = "torchserve"\nkey_env = "KEY"\n'
+            f'management = "{port.url.removesuffix("/v1")}"\nmanagement_key_env = "ADMIN"\n'
+        )
+        (target,) = targets.parse("t", file, {})
+        assert probe.probe(target, lambda text: None, 5.0).workers
+        assert {seen.headers["authorization"] for seen in port.requests} == {"Bearer admins-1234"}
+    assert targets.hider(target)("x admins-1234 y") == "x [key] y"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"management_key_env": "ADMIN"}, "`management_key_env` without `management`"),
+        ({"management_key_env": "sk-1 2", "management": "http://h:1"}, "management_key_env is the NAME of an env"),
+        ({"management_key_env": "NOT_SET_HERE", "management": "http://h:1"}, r"\$NOT_SET_HERE, which management_key"),
+    ],
+)
+def test_a_key_of_management_is_checked_as_any(facts, said, tmp_path):
+    with pytest.raises(BenchError, match=said):
+        targets.parse("t=http://h", tmp_path / "none.toml", {"api": "torchserve", **facts})
