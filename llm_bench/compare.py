@@ -178,7 +178,8 @@ def _facts_of(arm: Arm) -> dict[str, str]:
     if facts["work"].count(",") > 1:  # a hash a cell says no more than that there are several
         facts["work"] = f"{facts['work'].count(',') + 1} different"
     for name, column in (("prompt tokens", "tokens_in"), ("delivered tokens", "tokens_out")):
-        facts[name] = number(_per_request(arm, column), "tokens") + " a request" if arm.cells else ""
+        mean = _per_request(arm, column)
+        facts[name] = "" if mean is None else number(mean, "tokens") + " a request"
     facts["cells"] = str(len(arm.cells))
     return facts
 
@@ -196,7 +197,7 @@ def _per_request(arm: Arm, column: str) -> float | None:
 def tables(compared: Compared) -> list[tuple[list[str], list[list[str]]]]:
     """Headings and rows: of the work, then of the figures."""
     differs = [len({v for v in values if v}) > 1 and name != "cells" for name, values in compared.facts]
-    work = [[f"{name} ≠" if d else name, *(v or "–" for v in values)]
+    work = [[f"{name} ≠" if d else name, *(v or "unknown" for v in values)]
             for (name, values), d in zip(compared.facts, differs, strict=True)]  # fmt: skip
     figures = [
         [line.load, f"{line.metric}{'' if line.unit in ('1', 'share') else f', {line.unit}'}"]

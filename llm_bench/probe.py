@@ -141,6 +141,20 @@ def probe(
     return found._replace(notes=[hide(note) for note in found.notes])
 
 
+def sized_alike(found: Mapping[str, Probe]) -> dict[str, Probe]:
+    """Of compared targets, by name: what counts no prompt tokens gets texts as long as the first that does.
+
+    What they cost it stays unknown, but two servers that differ in nothing else are asked the same.
+    """
+    like = next((name for name, of in found.items() if of.sized), "")
+    return {name: of if of.sized or not like else _sized_as(of, like, found[like]) for name, of in found.items()}
+
+
+def _sized_as(found: Probe, name: str, like: Probe) -> Probe:
+    notes = [note.replace(probe_prompts.ONE_A_WORD, f"prompts are as long as those of {name}") for note in found.notes]
+    return found._replace(base_tokens=like.base_tokens, tokens_per_word=like.tokens_per_word, notes=notes)
+
+
 def _replica(
     target: Target, ready_s: float, timeouts: Timeouts, say: Say
 ) -> tuple[list[str], int | None, Mapping[str, str]]:

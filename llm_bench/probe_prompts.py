@@ -20,6 +20,7 @@ LONG = 256  # words: several blocks of any cache, and still a short prompt
 SHORT_PASS, LONG_PASS = 8, 64  # encoders of a single pass take 512 tokens, most of them; a word may be five
 TRIPLES = 5  # short, long, the same long one again; the first of them warms the server up and is not timed
 LONGEST_S = 4.0  # all of them: a cache is no reason to keep anyone waiting
+ONE_A_WORD = "prompts are sized at one token a word"  # of a target that does not count them
 ON, OFF, UNDECIDED = "on", "off", "undecided"
 # Of a repeated prompt's tokens, said to be cached; and of the time that its length costs, saved.
 _MOST, _LEAST = 0.5, 0.1
@@ -116,7 +117,7 @@ def _sized(fresh: Sequence[Sent], notes: list[str]) -> Prompts:
         if sent.tokens < 0:
             unanswered = f"a prompt of {sent.words} words was not answered ({sent.failed})"
             why = unanswered if sent.failed else "prompt tokens are not reported"
-            notes.append(f"{why}: prompts are sized at one token a word, unchecked")
+            notes.append(f"{why}: {ONE_A_WORD}, unchecked")
             return Prompts()
     points = [(sent.words, sent.tokens) for sent in fresh if sent.tokens >= 0]
     texts = tuple((sent.text, sent.tokens) for sent in fresh if sent.tokens >= 0)

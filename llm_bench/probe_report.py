@@ -90,6 +90,9 @@ def agreement_lines(found: Sequence[Found]) -> list[str]:
                 lines.append(f"  {prompt!r} parts at character {place}: {_at(x, place)} against {_at(y, place)}")
         if apart := costs_apart(mine.agreement_tokens, theirs.agreement_tokens):
             lines.append(f"{pair}: differing tokenizers: {apart}")
+        if silent := [of.name for of, said in ((first, mine), (target, theirs)) if not said.agreement_tokens]:
+            unknown = "whether they have one tokenizer is unknown"
+            lines.append(f"{pair}: {unknown}: {' and '.join(silent)} reported no prompt tokens")
     return lines
 
 

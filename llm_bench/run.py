@@ -123,6 +123,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             begin(declared, options, rows, exact.get(declared.name), say, stack, compared=several)
             for declared in job.targets
         ]
+        ready = _sized_alike(ready, say)
         places = arms.schedule(len(ready), len(loads), options.rounds)
         several, interleave = options.rounds.several, options.rounds.interleave
         fastest = min((arm.found for arm in ready), key=lambda found: found.alone_ms / found.alone_tokens)
@@ -216,6 +217,17 @@ def begin(
     if effect:
         say(f"{target.name}: {effect}")
     return Arm(target, found, requests, effect, exact)
+
+
+def _sized_alike(ready: Sequence[Arm], say: Say) -> list[Arm]:
+    """Targets that are compared get texts of one length, where one of them does not count what they cost it."""
+    sized = probe.sized_alike({arm.target.name: arm.found for arm in ready})
+    alike = [arm._replace(found=sized[arm.target.name]) for arm in ready]
+    for before, arm in zip(ready, alike, strict=True):
+        for note in arm.found.notes:
+            if note not in before.found.notes:
+                say(f"{arm.target.name}: {note}")
+    return alike
 
 
 def one(

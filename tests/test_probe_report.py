@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,14 @@ from typer.testing import CliRunner
 
 from llm_bench import probe, probe_report
 from llm_bench.cli import app
+from llm_bench.errors import TargetError
 from llm_bench.perplexity import TEXT, Scored
 from llm_bench.probe import AGREEMENT
 from llm_bench.same_work import costs_apart, parting
 from llm_bench.targets import Target
+from tests.bench import command, environment
 from tests.fixtures.protocols import SPEAKS, script, serve
-from tests.scripted import Scripted
+from tests.scripted import Scripted, unused_port
 
 
 def saying(name, texts, prompt_tokens=None):
@@ -178,3 +181,35 @@ def test_five_targets_fit_a_terminal_of_eighty_columns(monkeypatch, tmp_path):
     assert sum("lengths are not" in line for line in ran.output.splitlines()) == 1  # under the table, once
     assert "note of a, b, c, d, e: lengths are not pinned: tgi has no way to ask for it" in ran.output
     assert "…" not in ran.output
+
+
+def test_one_target_that_is_not_there_takes_nothing_from_the_others(tmp_path):
+    """The good ones stand in the table, each other one is a sentence, and the exit code is that of what was refused."""
+    with Scripted(serve("tgi")) as one:
+        url = one.url.removesuffix("/v1")
+        asked = f"a={url},gone=http://127.0.0.1:{unused_port()},b={url},none=http://127.0.0.1:{unused_port()}"
+        ran = subprocess.run(
+            command("targets", "check", asked, "--api", "tgi", "--ready-timeout", "0.1"),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment(COLUMNS="200"),
+            check=False,
+        )
+    assert ran.returncode == TargetError.exit_code
+    head = next(line for line in ran.stdout.splitlines() if line.startswith("┃"))
+    assert head.replace("┃", "").split() == ["a", "b"]
+    assert "note of a, b: lengths are not pinned" in ran.stdout
+    said = [line for line in ran.stderr.splitlines() if "is not ready after 0.1 s" in line]
+    assert [line.partition("target ")[2].partition(":")[0] for line in said] == ["gone", "none"]
+    assert "Traceback" not in ran.stderr
+
+
+def test_tokenizers_of_which_one_is_not_counted_are_unknown_and_not_different():
+    with Scripted(saying("tgi", SAME, [5, 6, 7, 8, 9])) as one:
+        a = found(one, "tgi", "a")
+    silent = (replace(a[0], name="b"), a[1]._replace(agreement_tokens=()))
+    assert probe_report.agreement_lines([a, silent]) == [
+        "a and b: 5 of 5 greedy answers are the same",
+        "a and b: whether they have one tokenizer is unknown: b reported no prompt tokens",
+    ]
