@@ -4,8 +4,11 @@ The pages of KServe's HTTP protocol are answered by the calls of the same meanin
 answer has the frames and stamps that `grpc_wire` gives a measured one.
 """
 
+import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import orjson
@@ -43,6 +46,7 @@ class GrpcPages(httpx.BaseTransport):
         address, secure = grpc_wire.address_of(url)
         args = grpc_wire.options(None)
         self._grpc, self._url = grpc, url
+        self._files = (cafile, certificate, key) if secure else None
         self._metadata = grpc_wire.metadata_of(headers)
         if secure:
             trust = grpc_wire.credentials(cafile, certificate, key)
@@ -101,7 +105,8 @@ class GrpcPages(httpx.BaseTransport):
                     f"{self._url} speaks HTTP/1.1, no gRPC: give the port of its gRPC server (Triton's is 8001, "
                     "MLServer's 8081), or --api kserve-http"
                 ) from None
-            raise httpx.ConnectError(f"{GRPC_STATUS[code][0]}: {text}") from None
+            said = _handshake(self._url, *self._files) if self._files else ""
+            raise httpx.ConnectError(f"{GRPC_STATUS[code][0]}: {said or text}") from None
 
 
 def _answers_http(url: str) -> bool:
@@ -113,6 +118,31 @@ def _answers_http(url: str) -> bool:
     return True
 
 
+def _handshake(url: str, cafile: str, certificate: str, key: str) -> str:
+    """How a server ends TLS, in OpenSSL's words; "" where it does not end it.
+
+    grpcio tells of the last address that it tried, which may be another one, and of no alert.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        context = ssl.create_default_context(cafile=cafile or None)
+        context.set_alpn_protocols(["h2"])
+        if certificate:
+            context.load_cert_chain(certificate, key)
+        with (
+            socket.create_connection((host, parts.port or 443), HANDSHAKE_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secure,
+        ):
+            # What a server thinks of our certificate comes after the handshake (TLS 1.3), or its settings do.
+            return "" if secure.recv(1) else "Socket closed after the handshake"
+    except (ssl.SSLError, ConnectionResetError) as e:
+        return str(e)
+    except OSError:
+        return ""
+
+
+HANDSHAKE_S = 2.0  # for connecting, and for each word of the server's
 _DEADLINE_EXCEEDED = 4
 _CHUNKED = {"Transfer-Encoding": "chunked"}  # the status frame proves that the answer is whole, as a last chunk does
 

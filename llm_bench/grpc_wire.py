@@ -7,6 +7,7 @@ last (`grpc_frames`); `status` is the HTTP status of the same meaning, by GRPC_S
 """
 
 import asyncio
+import os
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -65,6 +66,7 @@ _OPTIONS = (
 
 def library() -> Any:
     """grpcio, which only such targets need. Raises BenchError where it is not installed."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else its C core writes on stderr of each handshake that fails
     try:
         import_module("grpc.aio")
         return import_module("grpc")

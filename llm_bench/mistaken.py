@@ -19,9 +19,9 @@ SHOWN = 5  # of many models' names, in a sentence
 _PAGE_BYTES = 1000
 GUESSES_S = 5.0  # all of them together
 _NOT_THERE = (404, 405, 501)
+_INSECURE = ", or believe any with --insecure"  # which gRPC cannot
 _TLS = {  # OpenSSL's words
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted ({}); name its authority with --ca FILE, or believe "
-    "any with --insecure",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted ({}); name its authority with --ca FILE" + _INSECURE,
     "WRONG_VERSION_NUMBER": "it speaks no TLS; http:// in place of https:// would be right",
 }
 # The server's own word for why it ended a handshake, as OpenSSL has it and as gRPC's BoringSSL. What it says of no
@@ -58,6 +58,8 @@ def of_tls(target: Target, e: Exception) -> str:
         why = alert[1].lower().replace("_", " ")
         certificates = _WRONG_CERTIFICATE if target.cert else _NO_CERTIFICATE
         said = certificates if _OF_CERTIFICATES.search(why) else _NO_HANDSHAKE
+    if DIALECTS[target.api].transport == "grpc":
+        said = said.removesuffix(_INSECURE)
     return f"target {target.name}: {target.url}: {said.format(why)}" if said else ""
 
 

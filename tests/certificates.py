@@ -19,3 +19,13 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
         pytest.skip("openssl, which makes the certificate, is not installed")
     assert made.returncode == 0, made.stderr
     return key, cert
+
+
+def sign(folder: Path, authority: tuple[Path, Path], days: int = 2) -> tuple[Path, Path]:
+    """(key, certificate) in `folder`, signed by an authority of `make_certificate`; of fewer than 0 days: expired."""
+    key, cert, asked = folder / "key.pem", folder / "cert.pem", folder / "asked.pem"
+    new = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=client"
+    subprocess.run([*new.split(), "-keyout", key, "-out", asked], capture_output=True, check=True)
+    by = ["-CA", authority[1], "-CAkey", authority[0], "-CAcreateserial", "-days", str(days)]
+    subprocess.run(["openssl", "x509", "-req", "-in", asked, *by, "-out", cert], capture_output=True, check=True)
+    return key, cert

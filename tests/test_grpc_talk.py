@@ -7,18 +7,20 @@ import subprocess
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import orjson
 import pytest
 
-from llm_bench import mistaken, probe, records, talk, targets
+from llm_bench import probe, records, talk, targets
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
 from llm_bench.targets import Target
 from tests.bench import command, environment, rows, trace_file
-from tests.certificates import make_certificate
+from tests.certificates import make_certificate, sign
 from tests.scripted import unused_port
+from tests.test_mtls import in_front_of
 
 grpc = pytest.importorskip("grpc", reason="grpcio, the extra `grpc`, is not installed")
 from tests.scripted_grpc import SERVICE, ScriptedGrpc, serve  # noqa: E402
@@ -168,25 +170,70 @@ def test_a_self_signed_certificate(api, model, tmp_path):
     key, cert = make_certificate(tmp_path)
     identity = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
     with ScriptedGrpc(serve(models=MODELS), identity) as server:
-        assert "its certificate is not trusted" in mistake(target_of(server, api, model))
+        assert mistake(target_of(server, api, model)) == (
+            f"target t: {server.url}: its certificate is not trusted (self-signed certificate); name its authority "
+            "with --ca FILE"
+        )
         assert probed(target_of(server, api, model, cafile=str(cert))).model == model
 
 
-@BOTH
-def test_a_client_certificate_is_shown_and_without_it_nobody_is_measured(api, model, tmp_path):
-    for name in ("theirs", "ours", "others"):
-        (tmp_path / name).mkdir()
-    (key, cert), ours, others = (make_certificate(tmp_path / name) for name in ("theirs", "ours", "others"))
-    pair = [(key.read_bytes(), cert.read_bytes())]
-    identity = grpc.ssl_server_credentials(pair, ours[1].read_bytes(), require_client_auth=True)
+@pytest.fixture(scope="module")
+def demanding(tmp_path_factory):
+    """(bare target, name -> (key, certificate)) of a server that lets in whom one authority has signed."""
+    folder = tmp_path_factory.mktemp("mtls")
+    for name in ("theirs", "authority", "another", "good", "wrong", "expired"):
+        (folder / name).mkdir()
+    theirs, authority, another = (make_certificate(folder / name) for name in ("theirs", "authority", "another"))
+    made = {"good": (authority, 2), "wrong": (another, 2), "expired": (authority, -1)}
+    pairs = {name: sign(folder / name, *by) for name, by in made.items()}
+    pair = [(theirs[0].read_bytes(), theirs[1].read_bytes())]
+    identity = grpc.ssl_server_credentials(pair, authority[1].read_bytes(), require_client_auth=True)
     with ScriptedGrpc(serve(models=MODELS), identity) as server:
-        bare = target_of(server, api, model, cafile=str(cert))
-        shown = [replace(bare, key=str(key), cert=str(cert)) for key, cert in (ours, others)]
-        assert probed(shown[0]).model == model
-        # Whether grpcio says how the connection ended, or that `localhost` has an address that refuses, is chance.
-        assert "is not ready after" in mistake(bare)
-        assert "is not ready after" in mistake(shown[1])
-    assert "as where a client certificate is asked for" in mistaken.of_close(bare, "UNAVAILABLE: Socket closed")
+        yield target_of(server, cafile=str(theirs[1])), pairs, server
+
+
+@BOTH
+def test_a_client_certificate_is_shown(api, model, demanding):
+    bare, pairs, _ = demanding
+    key, cert = pairs["good"]
+    assert probed(replace(bare, api=api, model=model, key=str(key), cert=str(cert))).model == model
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "a client certificate is asked for: `cert` and `key` of its table in targets.toml"),
+        ("wrong", "the client certificate of `cert` is not one of its authority's, or has expired"),
+        ("expired", "the client certificate of `cert` is not one of its authority's, or has expired"),
+    ],
+)
+def test_without_its_certificate_nobody_is_measured(name, said, demanding):
+    """Each time: what grpcio says of it depends on which address of `localhost` it tried last."""
+    bare, pairs, server = demanding
+    key, cert = pairs.get(name, ("", ""))
+    before = len(server.calls)
+    text = mistake(replace(bare, key=str(key), cert=str(cert)))
+    assert text.endswith(f"; it closes without a word, as where {said}")
+    assert len(server.calls) == before
+
+
+def test_a_key_of_another_certificate_is_refused_before_anyone_is_asked(demanding):
+    bare, pairs, _ = demanding
+    files = {"cert": str(pairs["good"][1]), "key": str(pairs["wrong"][0]), "cafile": bare.cafile, "api": bare.api}
+    with pytest.raises(BenchError, match=r"its client certificate cannot be used .key values mismatch"):
+        targets.parse(f"t={bare.url}", Path("none.toml"), files)
+
+
+def test_a_server_that_says_why_by_an_alert(tmp_path):
+    """As those do that are not built on grpcio: OpenSSL's word is read, and at once."""
+    for name in ("ours", "others", "theirs"):
+        (tmp_path / name).mkdir()
+    ours, others = (make_certificate(tmp_path / name) for name in ("ours", "others"))
+    with ScriptedGrpc(serve()) as server, in_front_of(server, tmp_path / "theirs", ours[1]) as (port, cert):
+        bare = target_of(f"https://localhost:{port}", cafile=str(cert))
+        assert ": it asks for a client certificate; name its files by `cert` and `key`" in mistake(bare)
+        wrong = replace(bare, key=str(others[0]), cert=str(others[1]))
+        assert ": it refused the client certificate of `cert` (" in mistake(wrong)
 
 
 def test_a_grpc_server_given_as_http():
