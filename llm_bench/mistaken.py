@@ -118,15 +118,15 @@ def of_answer(
     body = b"".join(exchange.pieces)
     said = f"{got.error_kind}: {got.error}" if got.outcome != "ok" else "ok"
     text = f"target {target.name}: a small probe request failed ({said})"
+    answers = f"{target.url}{target.dialect.path_of(model, stream=True)} answers HTTP {exchange.status}"
     if talk.is_web_page(body):
-        where = target.url + DIALECTS[target.api].path_of(model, stream=True)
-        text = f"target {target.name}: {where} answers HTTP {exchange.status} with a web page (HTML), not {target.api}"
+        text = f"target {target.name}: {answers} with a web page (HTML), not {target.api}"
         return f"{text}; {_right(target)}{guess(client, target)}"
     if model and models and model not in models:
         return f"{text}; model {model!r} is not among those that it lists: {some(models)}"
     if exchange.status in _NOT_THERE or got.error_kind == "protocol_error":
         there = f"is there a model {model!r}, and " if DIALECTS[target.api].takes.model == "path" else ""
-        return f"{text}; {there}is it {target.api}? {_right(target)}{guess(client, target)}"
+        return f"{text}; {answers}; {there}is it {target.api}? {_right(target)}{guess(client, target)}"
     return text
 
 

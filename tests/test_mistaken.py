@@ -9,16 +9,19 @@ import threading
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from llm_bench import mistaken, pins, probe, probe_report, targets
+from llm_bench.cli import app
 from llm_bench.dialect_http import EXAMPLE
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.protocol import json_of, same_build
 from llm_bench.targets import Target
+from tests.bench import rows, trace_file
 from tests.certificates import make_certificate
 from tests.fixtures.protocols import MODEL, OVER_HTTP, SPEAKS, body_of, serve
-from tests.scripted import Scripted, http_response
+from tests.scripted import Scripted, http_response, unused_port
 
 every = pytest.mark.parametrize("name", OVER_HTTP)
 NONE = Path("no-such-targets.toml")
@@ -195,6 +198,52 @@ def test_a_server_that_speaks_html(name, status):
     else:
         assert "a web page (HTML)" in said
         assert f"answers HTTP {status} with a web page (HTML), not {name}" in also
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_nobody_listens(name):
+    if DIALECTS[name].transport == "grpc":
+        pytest.importorskip("grpc")
+    url = f"http://127.0.0.1:{unused_port()}"
+    said = refused(Target("t", url, api=name, model=MODEL), ready_s=0.2)
+    assert said.startswith(f"target t: {url} is not ready after 0.2 s (ConnectError: ")
+    assert "refused" in said
+    assert said.endswith("; start the server or correct the URL; --ready-timeout waits longer")
+
+
+@every
+def test_a_server_that_has_nothing_at_any_address(name):
+    """404 for all, with and without a model's name."""
+    with Scripted([(0, http_response(404, b'{"detail": "Not Found"}'))]) as server:
+        asked = server.url.removesuffix("/v1")
+        texts = [refused(at(server, name)), refused(at(server, name, model=MODEL))]
+    for said in texts:
+        assert "HTTP 404" in said
+        assert asked in said
+        assert "correct the URL" in said or f"is it {name}?" in said
+        assert "answers as" not in said
+
+
+@every
+def test_a_run_ends_before_its_load_with_the_code_of_a_wrong_target(name, tmp_path, monkeypatch):
+    """As the command: one sentence, no measured request, no record."""
+    monkeypatch.chdir(tmp_path)
+    trace = trace_file(tmp_path, rows(4))
+    with Scripted([(0, http_response(404, PAGE, {"Content-Type": "text/html"}))]) as server:
+        (tmp_path / "targets.toml").write_text(_declared(at(server, name)))
+        ran = CliRunner().invoke(app, ["run", "--targets", "t", "--trace", str(trace), "--rate", "9", "--out", "run"])
+        assert not any("x-request-id" in seen.headers for seen in server.requests)
+    assert isinstance(ran.exception, TargetError)
+    assert ran.exception.exit_code == 4
+    assert str(ran.exception).startswith("target t: ")
+    assert not list((tmp_path / "run").glob("*.arrow"))
+
+
+def _declared(target) -> str:
+    table = {"url": target.url, "api": target.api, "model": target.model}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if value]
+    lines += [f"http.{key} = {json.dumps(value)}" for key, value in EXAMPLE.items()] if target.api == "http" else []
+    return "\n".join(["[targets.t]", *lines, ""])
 
 
 @every
