@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from llm_bench import answer, clock, mistaken, pins, probe_management, probe_prompts, talk, targets
+from llm_bench import answer, clock, mistaken, pins, probe_events, probe_management, probe_prompts, talk, targets
 from llm_bench.bodies import Ask, Asked
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
-from llm_bench.framing import FRAMINGS
 from llm_bench.printable import clean
 from llm_bench.probe_prompts import Prompts
 from llm_bench.prompts import Sizer
-from llm_bench.protocol import Dialect, json_of, path_for
+from llm_bench.protocol import json_of, path_for
 from llm_bench.request import Request
 from llm_bench.targets import Target
 
@@ -26,8 +25,6 @@ Say = Callable[[str], None]
 
 PINNED_PROBE_TOKENS = 32  # asked of a prompt whose natural answer is one word; a chatty model says twenty
 _FIRST_TOKENS = 16  # of the first answer, which only shows what is taken: OpenAI's Responses ask no fewer
-_FEW = 8  # tokens, where only the events' shape is asked
-_LONG_ANSWER = "Count from one to twenty."  # of several tokens even where lengths are not held
 RTT_PROBES, RTT_LEAST = 20, 5
 RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep anyone waiting
 RTT_SHORTLY_S = 0.1  # before a run; then RTT_LEAST do
@@ -77,7 +74,9 @@ class Probe(NamedTuple):
     # Asked where `whole` is: no figure and no doubt of a run rests on them.
     prefix_cache: str = ""  # on, off or undecided; "": not asked, as of a single pass
     prefix_cache_seen: str = ""  # what says so
-    continuous_usage: str = ""  # the usage in each event of a stream: a word of CONTINUOUS; "": nothing is streamed
+    continuous_usage: str = (
+        ""  # the usage in each event of a stream: a word of probe_events.CONTINUOUS; "": nothing is streamed
+    )
     workers: str = ""  # that serve the model, where a management port tells
     rtt_probes: int = 0  # small GETs that rtt_ms is the median of
 
@@ -199,7 +198,7 @@ def _probe(
         agreed = [_greedy(text) for text in AGREEMENT] if compared else []
         if whole:
             sized = probe_prompts.learn(client, target, ask, timeouts, notes, limit) if counts else sized
-            continuous = _continuous(client, target, ask, first, exchange, timeouts)
+            continuous = probe_events.ask(client, target, ask, first, exchange, timeouts)
             greedy = [talk.ask(client, target, request, ask, timeouts) for request in agreed]
         else:
             sizing = probe_prompts.sizing(target, limit) if counts else []
@@ -258,49 +257,6 @@ def _of_lengths(api: str, want: Asked, ask: Ask, pinned: bool, got: answer.Answe
     if got.tokens_out_from != "usage":
         notes.append("no usage in answers: output tokens are estimated")
     return notes
-
-
-# Is the usage so far in every event that bears a token? Then the tokens of each event are known.
-CONTINUOUS = ("yes", "when asked", "no", "undecided")
-_ASKED_FOR = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # vLLM's, as SGLang has it
-
-
-def _continuous(
-    client: httpx.Client, target: Target, ask: Ask, first: answer.Answer, exchange: Exchange, timeouts: Timeouts
-) -> str:
-    row = target.dialect
-    if not ask.stream or not first.event_ns:
-        return ""
-    seen = counts_in_events(exchange, row)
-    if seen:
-        return CONTINUOUS[0]
-    if row.takes.usage_option and ask.include_usage and first.tokens_out_from == "usage":
-        request = replace(_question(0, _FEW), prompt=_LONG_ANSWER, extra=_ASKED_FOR)
-        got, asked = talk.ask(client, target, request, ask, timeouts)
-        seen = counts_in_events(asked, row) if got.outcome == "ok" else False
-        if seen:
-            return CONTINUOUS[1]
-    return CONTINUOUS[3] if seen is None else CONTINUOUS[2]
-
-
-def counts_in_events(exchange: Exchange, row: Dialect) -> bool | None:
-    """Says each of several token-bearing events of a whole answer how many tokens there were so far, or are in it?
-
-    None: there was one such event at most, and its count may be the whole answer's.
-    """
-    events = FRAMINGS[row.comes.framing].events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)
-    try:
-        chunks = [row.decode(data) for data in events.data]
-    except ValueError:
-        return False
-    bearing = [chunk for chunk in chunks if any(delta.bears_token for delta in chunk.deltas)]
-    if len(bearing) < 2:
-        return None
-    return all(
-        (chunk.usage is not None and chunk.usage.completion_tokens >= 0)
-        or (row.comes.counts_events and all(delta.token_ids >= 0 for delta in chunk.deltas))
-        for chunk in bearing
-    )
 
 
 def _greedy(text: str) -> Request:

@@ -16,7 +16,7 @@ dialect_responses dialect_sglang dialect_tgi dialect_triton dialect_http grpc_fr
 dialect_pooling kserve_tensors dialect_kserve dialect_kserve_grpc dialects plain answer null_target host
 calibration proxy prometheus server_names server_metrics scrape_machine target credentials targets
 grpc_wire grpc_talk talk
-mistaken pins probe_management probe_prompts probe scrape plan arms shapes columns records retry
+mistaken pins probe_management probe_prompts probe_events probe scrape plan arms shapes columns records retry
 connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order measure
 book run windows series outcomes slo metrics decompose energy objectives identities sending facts client
 evidence diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
