@@ -36,7 +36,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
     "trace": ("path", "bytes", "sha256"),  # the rows have a hash of their own: a trace may be packed anew
 }
 OUR_STACK = ("httptools", "numpy", "orjson", "pyarrow", "uvloop")  # packages whose version can change a number
-OF_BOOK = ("cells", "set_aside", "declared", "hashes", "probed", "salt")  # and in no header of records
+OF_BOOK = ("cells", "set_aside", "declared", "hashes", "learnt", "probed", "salt")  # and in no header of records
 
 _CELL = re.compile(r"\d{3,9}-[\w=.-]+")
 _CELL_NAME = Shape("the name of a cell, as 000-t-c=1", lambda v: isinstance(v, str) and bool(_CELL.fullmatch(v)), True)
@@ -49,6 +49,7 @@ BOOK: dict[str, Shape] = shapes.RUN | {
     "trace": shapes.ITEM,
     "hashes": shapes.ITEM,
     "probed": shapes.OBJECT,
+    "learnt": shapes.OBJECT,
     "cells": shapes.LIST._replace(required=True),
     "cells[].name": _CELL_NAME,
     "set_aside": shapes.LIST,
@@ -147,6 +148,11 @@ class Book:
                 raise BenchError(
                     f"{self.path.parent / ASIDE}: what unfinished cells left cannot be moved there: {e.strerror}"
                 ) from None
+        self.save()
+
+    def learnt(self, facts: Mapping[str, Mapping[str, str]]) -> None:
+        """What was asked of the targets when the load was over, by target."""
+        self.facts["learnt"] = _as_stored(facts)
         self.save()
 
     def _set_aside(self, together: Iterable[Collection[str]]) -> None:

@@ -40,6 +40,7 @@ AGREEMENT = (
     "Write a line of Python that adds a and b.",
     "Translate to French: good morning.",
 )
+AFTERWARDS_S = 5.0
 AGREED_TOKENS = 16  # of each: where two builds part, they mostly do so early
 # Two texts without a common block: the second probe must not be answered from the first one's cache.
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
@@ -138,6 +139,27 @@ def probe(
     except TargetError as e:
         raise TargetError(hide(str(e))) from None
     return found._replace(notes=[hide(note) for note in found.notes])
+
+
+def afterwards(target: Target, found: Probe, timeouts: Timeouts = _DEFAULT) -> dict[str, str]:
+    """What a reader of a run may want to know of its target and no cell needs: asked when the load is over.
+
+    Facts as of `probe(..., whole=True)`. None of them is worth a long wait: a question has AFTERWARDS_S, and what the
+    target does not answer is not among them.
+    """
+    timeouts = replace(timeouts, ttft_s=AFTERWARDS_S, total_s=AFTERWARDS_S)
+    first = replace(target, url=target.urls[0])
+    row, limit = target.dialect, target.max_model_len or found.max_model_len
+    with talk.client_of(first, timeouts) as client:
+        kept = Prompts()
+        if found.sized:
+            kept = probe_prompts.learn(client, first, found.ask, timeouts, [], limit)
+        facts = {"prefix_cache": kept.cache, "prefix_cache_seen": kept.cache_seen}
+        if not row.comes.single_pass:
+            got, exchange = talk.ask(client, first, _question(0, _FIRST_TOKENS), found.ask, timeouts)
+            if got.outcome == "ok":
+                facts["continuous_usage"] = probe_events.ask(client, first, found.ask, got, exchange, timeouts)
+    return {name: clean(targets.hider(target)(fact)) for name, fact in facts.items() if fact}
 
 
 def sized_alike(found: Mapping[str, Probe]) -> dict[str, Probe]:

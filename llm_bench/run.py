@@ -165,7 +165,17 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
                 say(f"{end['reason']}; what was measured is in {options.out}, --resume measures the rest")
                 return Ended(died=end["reason"])
             settle(end, arm.target, say)
+        book.learnt({arm.target.name: learnt(arm, options, say) for arm in ready})
     return Ended()
+
+
+def learnt(arm: Arm, options: Options, say: Say) -> dict[str, str]:
+    """Of a target that has done its work: what is asked now, so that no request had to wait for it. Says it too."""
+    facts = probe.afterwards(arm.target, arm.found, options.timeouts)
+    names = {"prefix_cache": "prefix cache", "continuous_usage": "usage in every event"}
+    if said := ", ".join(f"{name} {facts[key]}" for key, name in names.items() if key in facts):
+        say(f"{arm.target.name}: {said}")
+    return facts
 
 
 def read(job: Job, options: Options, say: Say) -> tuple[Trace, dict[str, prompts.Exact]]:

@@ -1,5 +1,6 @@
 """What is asked before a run: as few requests as its figures rest on, as many at once as do not disturb each other."""
 
+import json
 import subprocess
 
 import pytest
@@ -109,6 +110,32 @@ def test_a_whole_probe_asks_each_question_alone():
     assert found.rtt_probes == RTT_PROBES
     assert found.prefix_cache == probe_prompts.UNDECIDED
     assert found.continuous_usage == "no"
+
+
+def test_what_no_cell_needs_is_asked_when_the_load_is_over_and_kept_with_the_run(tmp_path):
+    def answer(number, seen):
+        return [(0, chat(seen) if seen.method == "POST" else http_response(200, MODELS))]
+
+    trace = trace_file(tmp_path, rows(3))
+    with Scripted(answer) as server:
+        asked = ["run", "--targets", f"t={server.url}", "--trace", str(trace), "--concurrency", "1"]
+        asked += ["--out", str(tmp_path / "run")]
+        done = subprocess.run(command(*asked), env=environment(), capture_output=True, text=True, timeout=60)
+        texts = asked_of(server)
+    assert done.returncode == 0, done.stderr
+    learnt = json.loads((tmp_path / "run/run.json").read_text())["learnt"]["t"]
+    assert (learnt["prefix_cache"], learnt["continuous_usage"]) == (probe_prompts.UNDECIDED, "no")
+    assert learnt["prefix_cache_seen"].startswith("it counts no cached tokens")
+    assert "t: prefix cache undecided, usage in every event no" in done.stderr
+    repeated = [place for place, text in enumerate(texts) if texts.count(text) == 2 and len(text.split()) == 256]
+    assert repeated and min(repeated) > 2 + 2 + 3  # behind two questions, two prompts that were sized, and the load
+
+
+def test_a_target_that_answers_no_more_when_the_load_is_over_leaves_what_it_could_say_unknown():
+    with Scripted(far) as server:
+        target = Target("t", server.url)
+        found = probe.probe(target, lambda text: None, 5.0)
+    assert probe.afterwards(target, found) == {}
 
 
 @pytest.mark.parametrize("status", [429, 503])
