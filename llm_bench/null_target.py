@@ -15,8 +15,9 @@ import math
 import os
 import random
 import signal
-import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,6 +28,8 @@ from llm_bench import clock
 from llm_bench.clock import Timer, now_ns
 from llm_bench.limits import raise_file_limit
 
+LONGEST_MS = 86_400_000  # a day: nobody means more, and it fits a timer
+MOST_SERVERS = 1_000_000
 DEFAULT_TOKENS = 16  # what OpenAI's completions give when max_tokens is absent
 _WORD = "word "  # the text of one token
 _STREAM_HEAD = (
@@ -313,21 +316,49 @@ _GETS = {
 }
 
 
+class CannotListen(Exception):  # noqa: N818 - says what happened
+    """Where nobody can be served, or told."""
+
+
 async def _main(port: int, target: Callable[[], NullTarget], exit_with_stdin: bool) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     if exit_with_stdin:
-        fd = sys.stdin.fileno()
-        loop.add_reader(fd, lambda: None if os.read(fd, 4096) else ended.set())
-    server = await target().serve(port)
-    print(f'{{"listening": "http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"}}', flush=True)
+        threading.Thread(target=_watch_stdin, args=(loop, ended.set), daemon=True).start()
+    try:
+        server = await target().serve(port)
+    except OSError as e:
+        taken = f"--port {port}: {e.strerror or e}; would be right: another, or 0 for any that is free"
+        raise CannotListen(taken) from e
+    try:
+        print(f'{{"listening": "http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"}}', flush=True)
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer goes nowhere at the end
+        raise CannotListen(f"standard output cannot be written: {e.strerror}") from e
     await ended.wait()
     server.close()
 
 
+def _watch_stdin(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+    """A thread, for a loop can wait for a pipe and not for /dev/null or a file."""
+    with suppress(OSError):  # what cannot be read is at its end
+        while os.read(0, 4096):
+            pass
+    with suppress(RuntimeError):  # the loop has ended before it
+        loop.call_soon_threadsafe(end)
+
+
+def _hold_standard_files() -> None:
+    """Where 0, 1 or 2 were closed before the start the next socket would be one of them: libuv aborts on that."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit code 2 for what cannot be served, in one sentence."""
     parser = argparse.ArgumentParser(prog="python -m llm_bench.null_target", description=__doc__.partition("\n")[0])
     parser.add_argument("--port", type=int, default=0, help="0: a free one; it is printed")
     parser.add_argument("--ttft-ms", type=float, default=0.0, help="from the request's last byte to the first token")
@@ -342,19 +373,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--truth", type=Path, help="a JSON line for each answer: what left when")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when stdin is closed")
     asked = parser.parse_args(arguments)
-    if min(asked.ttft_ms, asked.itl_ms) < 0 or asked.tokens_per_event < 1:
-        parser.error("times of at least 0 and one token an event or more would be right")
+    if not all(0 <= ms <= LONGEST_MS for ms in (asked.ttft_ms, asked.itl_ms)) or asked.tokens_per_event < 1:
+        parser.error(f"times of 0 to {LONGEST_MS:.0f} ms and one token an event or more would be right")
     if not 0 <= asked.port <= 65535:  # uvloop takes it modulo 65,536
         parser.error("a --port of 0 to 65535 would be right")
-    if asked.servers < 0 or asked.service_ms <= 0:
-        parser.error("--servers of at least 0 and a --service-ms above 0 would be right")
+    if not 0 <= asked.servers <= MOST_SERVERS or not 0 < asked.service_ms <= LONGEST_MS:
+        parser.error(
+            f"--servers of 0 to {MOST_SERVERS} and a --service-ms above 0, to {LONGEST_MS:.0f}, would be right"
+        )
     times = Times(round(asked.ttft_ms * 1e6), round(asked.itl_ms * 1e6), asked.tokens_per_event)
     raise_file_limit(1 << 20, strict=False)  # a client kept waiting for want of one would look slow
     mean_ns = round(asked.service_ms * 1e6)
     queue = Queue(asked.servers, asked.service, mean_ns, asked.seed) if asked.servers else None
-    truth = asked.truth.open("wb") if asked.truth else None
+    _hold_standard_files()
+    try:
+        truth = asked.truth.open("wb") if asked.truth else None
+    except OSError as e:
+        parser.exit(2, f"{parser.prog}: --truth {asked.truth}: {e.strerror}\n")
     try:
         clock.run(_main(asked.port, lambda: NullTarget(times, truth, queue), asked.exit_with_stdin))
+    except CannotListen as e:
+        parser.exit(2, f"{parser.prog}: {e}\n")
     finally:
         if truth:
             truth.close()

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 stopped when told to, 1 the engine failed, 2 usage."""
+    hold_standard_files()
     options = arguments().parse_args(argv)
     try:
         config = configured(options)
@@ -167,8 +169,11 @@ async def serve(
     if warning := exposed(host, api_key is not None, options.allow_faults):
         _say(warning)
     engine.start()
-    print(json.dumps({"config": asdict(config), "runner": facts}), file=sys.stderr, flush=True)
-    print(json.dumps({"listening": f"http://{host}:{port}/v1", "model": name}), flush=True)
+    heard = _announce(
+        {"config": asdict(config), "runner": facts}, {"listening": f"http://{host}:{port}/v1", "model": name}
+    )
+    if not heard:
+        end()
     await stop.wait()
     server.drain()
     while not server.drained and not at_once.is_set():
@@ -176,7 +181,22 @@ async def serve(
     failed = bool(engine.stopped)
     await engine.stop()
     await app.cleanup()
-    return int(failed)
+    return int(failed) if heard else 2
+
+
+def _announce(effective: dict[str, Any], listening: dict[str, str]) -> bool:
+    """The settings to standard error, then the address to standard output; False where nobody can be told."""
+    try:
+        print(json.dumps(effective), file=sys.stderr, flush=True)
+        print(json.dumps(listening), flush=True)
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # what is still in the buffer goes nowhere at the end
+        with suppress(OSError):
+            _say(f"standard output and error cannot be written: {error.strerror}")
+        os.dup2(null, 2)
+        return False
+    return True
 
 
 def _reload(config: EngineConfig, adapters: dict[int, Any]) -> Any:
@@ -213,9 +233,17 @@ def _log(path: str | None) -> Callable[[bytes], object] | None:
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
     """The parent's end of the pipe closes with the parent, however it dies. os.read: no lock that outlives main."""
-    while os.read(0, 4096):
-        pass
+    with suppress(OSError):  # what cannot be read is at its end
+        while os.read(0, 4096):
+            pass
     loop.call_soon_threadsafe(end)
+
+
+def hold_standard_files() -> None:
+    """Where 0, 1 or 2 were closed before the start the next socket would be one of them: libuv aborts on that."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def _usage(text: str) -> int:

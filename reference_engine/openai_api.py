@@ -125,6 +125,7 @@ class Ask(NamedTuple):
     ids: list[int]
     messages: list[dict[str, Any]]
     max_tokens: int | None
+    max_tokens_field: str  # as the body has it, or would: max_tokens | max_completion_tokens
     sampling: SamplingParams  # its max_tokens is not decided yet
     n: int
     stream: bool
@@ -152,13 +153,12 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
     stream = _flag(body, "stream")
     if options and not stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    max_tokens = _integer(body, "max_tokens")
-    if kind is CHAT:
-        most = _integer(body, "max_completion_tokens")
-        max_tokens = max_tokens if most is None else most
+    max_tokens, field = _integer(body, "max_tokens"), "max_tokens"
+    if kind is CHAT and (most := _integer(body, "max_completion_tokens")) is not None:
+        max_tokens, field = most, "max_completion_tokens"
     min_tokens = _integer(body, "min_tokens") or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise ApiError(400, f"min_tokens {min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
+        raise ApiError(400, f"min_tokens {min_tokens} is more than {field} {max_tokens}", "min_tokens")
     user, salt = (_name(body, name) for name in NAMES)
     sampling = SamplingParams(
         max_tokens=0,
@@ -175,6 +175,7 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
         ids=ids,
         messages=_messages(body) if kind is CHAT else [],
         max_tokens=max_tokens,
+        max_tokens_field=field,
         sampling=sampling,
         n=_integer(body, "n") or 1,
         stream=stream,

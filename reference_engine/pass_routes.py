@@ -47,7 +47,7 @@ async def _passed(server: "Server", request: web.Request, answer: Answer) -> web
 
 async def _embed(server: "Server", request: web.Request, entry: PassEntry) -> web.Response:
     ask = embeddings.parse(await body_of(request), server.model)
-    vectors = await _vectors(server, ask.inputs, entry)
+    vectors = await _vectors(server, ask.inputs, entry, "input")
     timings = entry.said(server.engine.now_ns())
     said = {"timings": timings} if ask.include_timings else {}
     return json_response(200, embeddings.answer(vectors, ask.base64, server.model, entry.tokens, said))
@@ -56,7 +56,8 @@ async def _embed(server: "Server", request: web.Request, entry: PassEntry) -> we
 async def _infer(server: "Server", request: web.Request, entry: PassEntry) -> web.Response:
     _check_model(server, request)
     ask = kserve.parse(await data_of(request), request.headers.get(kserve.HEADER_LENGTH))
-    vectors = await _vectors(server, ask.inputs, entry)
+    name = "text" if isinstance(ask.inputs[0], str) else "input_ids"
+    vectors = await _vectors(server, ask.inputs, entry, name)
     said = entry.said(server.engine.now_ns())
     parts = {f"{name}_ns": ns for name, ns in said["parts_ns"].items()}
     parameters = {"batch_size": said["batch_size"], "batches": said["batches"], **parts}
@@ -66,15 +67,17 @@ async def _infer(server: "Server", request: web.Request, entry: PassEntry) -> we
     return web.Response(body=body, content_type="application/octet-stream", headers={kserve.HEADER_LENGTH: str(head)})
 
 
-async def _vectors(server: "Server", inputs: list[embeddings.Input], entry: PassEntry) -> list["array[float]"]:
-    """Raises ApiError for what the model cannot take, and what `SinglePass.compute` raises."""
+async def _vectors(
+    server: "Server", inputs: list[embeddings.Input], entry: PassEntry, param: str
+) -> list["array[float]"]:
+    """Raises ApiError for what the model cannot take, naming `param`, and what `SinglePass.compute` raises."""
     longest, size = server.passes.limits.max_tokens, sum(len(one) for one in inputs if isinstance(one, str))
     most = longest * CHARS_A_TOKEN
     if any(isinstance(one, str) and len(one) > most for one in inputs):
-        raise ApiError(400, f"a text of more than {most} characters; would be right: at most {longest} tokens", "input")
+        raise ApiError(400, f"a text of more than {most} characters; would be right: at most {longest} tokens", param)
     turn = partial(_ids, server, inputs)
     ids = await asyncio.to_thread(turn) if size > LONG_TEXT else turn()
-    embeddings.check_ids(ids, server.vocab_size, longest)
+    embeddings.check_ids(ids, server.vocab_size, longest, param)
     entry.job, entry.tokens = Job(ids, server.engine.now_ns()), sum(map(len, ids))
     return await server.passes.compute(entry.job)
 

@@ -18,6 +18,11 @@ from reference_engine.sequence import Sequence
 class TooLong(ValueError):  # noqa: N818 - says what the request is
     """A request that could never be served, however long it waited."""
 
+    def __init__(self, text: str, by_prompt: bool) -> None:
+        """`by_prompt`: its prompt leaves no room for one token of an answer; else the answer that it asks for is it."""
+        super().__init__(text)
+        self.by_prompt = by_prompt
+
 
 class Output(NamedTuple):
     """One token of one sequence, or (token -1) the news that it ended without one."""
@@ -60,12 +65,14 @@ def check_fits(config: EngineConfig, prompt_len: int, max_tokens: int) -> None:
         (f"a prompt of {prompt_len} tokens and max_tokens {max_tokens}", prompt_len + max_tokens),
     ):
         if tokens > config.pool_tokens <= limit:  # the tighter of the two is named
-            raise TooLong(f"{what} needs {-(-tokens // size)} blocks, pool has {pool} of {size} tokens")
+            text = f"{what} needs {-(-tokens // size)} blocks, pool has {pool} of {size} tokens"
+            raise TooLong(text, prompt_len >= config.pool_tokens)
         if tokens > limit:
-            raise TooLong(f"{what} is longer than max_model_len, {limit} tokens")
+            raise TooLong(f"{what} is longer than max_model_len, {limit} tokens", prompt_len >= limit)
     if not config.chunked_prefill and prompt_len > config.max_num_batched_tokens:
         budget = config.max_num_batched_tokens
-        raise TooLong(f"a prompt of {prompt_len} tokens exceeds a step's {budget}, and chunked prefill is off")
+        text = f"a prompt of {prompt_len} tokens exceeds a step's {budget}, and chunked prefill is off"
+        raise TooLong(text, by_prompt=True)
 
 
 class Scheduler:

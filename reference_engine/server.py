@@ -106,10 +106,10 @@ class Server:
             response = await handler(request)
         except (ApiError, EngineDownError, Refused) as error:
             response = error_response(error, said)
-        except TooLong as error:
-            response = json_response(400, said(400, str(error), "max_tokens"))
         except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, body too large
             response = json_response(error.status, said(error.status, error.text or error.reason, None))
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
         if not response.prepared and "X-Request-Id" not in response.headers:
             response.headers["X-Request-Id"] = own_id(request) or uuid.uuid4().hex
         return response
@@ -222,7 +222,7 @@ class Server:
             if entry.outcome in REFUSED_REASONS:
                 self.engine.telemetry.refused[entry.outcome] += 1
             raise
-        except (ApiError, TooLong, web.HTTPException):
+        except (ApiError, web.HTTPException):
             entry.outcome = entry.outcome or "refused"
             raise
         finally:
@@ -319,7 +319,7 @@ class Server:
             raise ApiError(400, str(error), "messages") from error
 
     def _choices(self, kind: Kind, ask: Ask, ids: list[int], arrived_ns: int, adapter: Loaded | None) -> list[Choice]:
-        """n sequences of one prompt; where blocks are shared, the first computes it. Raises TooLong."""
+        """n sequences of one prompt; where blocks are shared, the first computes it. Raises ApiError: too long."""
         room = max(1, self.engine.config.context - len(ids))
         default = room if kind is CHAT else min(DEFAULT_MAX_TOKENS, room)
         params = replace(ask.sampling, max_tokens=default if ask.max_tokens is None else ask.max_tokens)
@@ -330,16 +330,20 @@ class Server:
         shares = self.engine.config.prefix_caching and len(ids) > self.engine.config.block_size
         choices: list[Choice] = []
         for i in range(ask.n):
-            sequence = self.engine.sequence(
-                ids,
-                params if params.seed is None else replace(params, seed=params.seed + i),
-                arrived_ns=arrived_ns,
-                priority=ask.priority,
-                salt=adapter.salt(ask.salt) if adapter else ask.salt,
-                adapter=adapter.number if adapter else 0,
-                leader=choices[0].sequence if choices and shares else None,
-                client=ask.client,
-            )
+            try:
+                sequence = self.engine.sequence(
+                    ids,
+                    params if params.seed is None else replace(params, seed=params.seed + i),
+                    arrived_ns=arrived_ns,
+                    priority=ask.priority,
+                    salt=adapter.salt(ask.salt) if adapter else ask.salt,
+                    adapter=adapter.number if adapter else 0,
+                    leader=choices[0].sequence if choices and shares else None,
+                    client=ask.client,
+                )
+            except TooLong as error:
+                prompt = "messages" if kind is CHAT else "prompt"
+                raise ApiError(400, str(error), prompt if error.by_prompt else ask.max_tokens_field) from error
             choices.append(Choice(i, sequence, self.tokenizer))
         return choices
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,9 +13,6 @@ if TYPE_CHECKING:  # imported where a real model is loaded
 BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL = range(256, 262)
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 BYTE_VOCAB = 264  # 256 bytes, the six marks above, two spare ids: a multiple of 8 for the matrix kernels
-
-# What a template's own expressions raise: a division by zero, a method that is not there.
-TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 # The text of a token depends on its left neighbour (a leading space, a shared character); vLLM looks back as far.
 CONTEXT_TOKENS = 6
@@ -117,12 +113,12 @@ class TextTokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.template is None:
             raise ChatError("the model has no chat template; would be right: /v1/completions")
-        import jinja2
+        from reference_engine import chat_template
 
         plain = [{**m, "content": text_of(m)} for m in messages]
         try:
-            text = self.template.render(messages=plain, add_generation_prompt=True, tools=None, **self.special)
-        except (jinja2.TemplateError, *TEMPLATE_BUGS) as error:
+            text = self.template(messages=plain, add_generation_prompt=True, tools=None, **self.special)
+        except chat_template.Unfit as error:
             raise ChatError(f"chat template: {error}") from error
         ids: list[int] = self.tokens.encode(text, add_special_tokens=False).ids
         return ids
@@ -242,7 +238,10 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str:
     if path.is_file():
         if path.stat().st_size > JSON_BYTES:
             raise TokenizerError(f"{path}: would be right: at most {JSON_BYTES:,} bytes")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{path}: no UTF-8 at byte {error.start}") from error
     template = config.get("chat_template") or ""
     if isinstance(template, list):
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
@@ -250,29 +249,16 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str:
     return str(template)
 
 
-def _compile(template: str, folder: Path) -> Any:
-    """A jinja2 template with the helpers that transformers gives it; a template is a stranger's program: sandboxed."""
+def _compile(template: str, folder: Path) -> Callable[..., str] | None:
+    """None where there is no template. Raises TokenizerError."""
     if not template:
         return None
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from reference_engine import chat_template
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:  # jinja's own escapes HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
-
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.globals["raise_exception"] = raise_exception
-    env.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    env.filters["tojson"] = tojson
     try:
-        return env.from_string(template)
-    except RecursionError as error:
-        raise TokenizerError(f"{folder}: chat template: nested too deeply") from error
-    except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"{folder}: chat template, line {error.lineno}: {error.message}") from error
+        return chat_template.compiled(template)
+    except chat_template.Unfit as error:
+        raise TokenizerError(f"{folder}: chat template: {error}") from error
 
 
 class Pre(NamedTuple):

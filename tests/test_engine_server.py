@@ -420,6 +420,43 @@ def test_bad_requests_are_refused_naming_the_field() -> None:
     asyncio.run(main())
 
 
+def test_too_long_names_the_prompt_or_the_answer_that_was_asked_for() -> None:
+    """The pool has 800 tokens. A byte is a token; a chat has three more: its beginning, its role and its end, and asks
+    for the assistant's by a fourth."""
+
+    async def main() -> None:
+        message = [{"role": "user", "content": "x" * 796}]
+        async with serving() as served:
+            for path, body, param in (
+                (COMPLETIONS, {"prompt": [1] * 900}, "prompt"),
+                (COMPLETIONS, {"prompt": [1] * 801, "max_tokens": 1}, "prompt"),
+                (COMPLETIONS, {"prompt": [1] * 800, "max_tokens": 5}, "prompt"),  # no room for any answer
+                (COMPLETIONS, {"prompt": "x" * 800}, "prompt"),
+                (COMPLETIONS, {"prompt": [1] * 799, "max_tokens": 2}, "max_tokens"),
+                (COMPLETIONS, {"prompt": "x", "max_tokens": 800}, "max_tokens"),
+                (COMPLETIONS, {"prompt": "x", "max_tokens": 800, "max_completion_tokens": 1}, "max_tokens"),
+                (COMPLETIONS, {"prompt": "x", "max_tokens": 800, "stream": True, "n": 2}, "max_tokens"),
+                (CHAT, {"messages": message}, "messages"),
+                (CHAT, {"messages": message, "max_completion_tokens": 1}, "messages"),
+                (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 799}, "max_tokens"),
+                (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 799, "max_tokens": 1},
+                 "max_completion_tokens"),
+            ):  # fmt: skip
+                reply = await call(served.port, path, body)
+                assert (reply.status, reply.json["error"]["param"]) == (400, param), body
+                assert {k: reply.json["error"][k] for k in ("type", "code")} == {"type": "BadRequestError", "code": 400}
+                assert re.match(r"a prompt of \d+ tokens", reply.json["error"]["message"])
+            assert {line["outcome"] for line in served.log} == {"refused"}
+            assert served.runner.steps == []
+            for path, body in (
+                (COMPLETIONS, {"prompt": [1] * 799}),
+                (CHAT, {"messages": [{"role": "user", "content": "x" * 795}]}),
+            ):
+                assert (await call(served.port, path, body)).json["usage"]["total_tokens"] == 800
+
+    asyncio.run(main())
+
+
 def test_neutral_values_and_unknown_fields_are_taken() -> None:
     async def main() -> None:
         neutral = {name: values[-1] if values else None for name, values in REFUSED.items()}
@@ -436,7 +473,8 @@ def test_other_refusals_are_error_objects_with_their_status() -> None:
             unknown = await call(served.port, COMPLETIONS, {"model": "nope", "prompt": "x"})
             assert (unknown.status, unknown.json["error"]["code"]) == (404, 404)
             assert (await call(served.port, "/v1/images/generations", {})).json["error"]["type"] == "NotFoundError"
-            assert (await call(served.port, COMPLETIONS)).status == 405
+            wrong = await call(served.port, COMPLETIONS)
+            assert (wrong.status, wrong.headers["allow"], wrong.json["error"]["code"]) == (405, "POST", 405)
             huge = await call(served.port, COMPLETIONS, b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}')
             assert (huge.status, huge.json["error"]["code"]) == (413, 413)
 

@@ -221,6 +221,14 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
         ("{{ 1 / 0 }}", "chat template: division by zero"),
         ("{{ 'a'.encode('no such') }}", "chat template: unknown encoding"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template: maximum recursion"),
+        ("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "more than 100,000 steps"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "more than 100,000 steps",
+        ),
+        ("{% for m in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}", "chat template: "),
+        ("{{ 9 ** (9 ** 9) }}", "a power of more than 4096 bits"),
+        ("{{ 'x' * 10 ** 17 }}", "chat template: MemoryError"),
         ("", "no chat template"),
     ],
 )
@@ -230,11 +238,22 @@ def test_a_template_that_refuses_or_misbehaves_is_a_chat_error(template: str, na
         tokenizer.chat([{"role": "user", "content": "hi"}])
 
 
+def test_steps_are_counted_anew_for_each_conversation_and_a_loop_knows_its_length(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ' ' }}{% endfor %}"
+    tokenizer = HFTokenizer(write(tmp_path, byte_level(), chat_template=template))
+    for count in (1, 40_000, 40_000, 40_000):
+        text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "a"}] * count))
+        assert text.endswith(f"{count}/{count}.")
+    with pytest.raises(ChatError, match="more than 100,000 steps"):
+        tokenizer.chat([{"role": "user", "content": "a"}] * 100_001)
+    assert tokenizer.chat([{"role": "user", "content": "a"}])
+
+
 def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: not there"):
         HFTokenizer(tmp_path)
     write(tmp_path, byte_level(), chat_template="{% if %}")
-    with pytest.raises(TokenizerError, match="chat template, line 1"):
+    with pytest.raises(TokenizerError, match="chat template: line 1"):
         HFTokenizer(tmp_path)
     write(tmp_path, byte_level(), chat_template="{{ " + "(" * 100_000)
     with pytest.raises(TokenizerError, match="chat template"):
@@ -256,11 +275,12 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"bos_token": {"text": "a"}}', "bos_token is {'text': 'a'}"),
         ("generation_config.json", '{"eos_token_id": ["a"]}', "eos_token_id is ['a']"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is '2'"),
+        ("chat_template.jinja", b"{{ \xff }}", "no UTF-8 at byte 3"),
     ],
 )
-def test_a_file_of_the_wrong_form_is_named(file: str, content: str, named: str, tmp_path: Path) -> None:
+def test_a_file_of_the_wrong_form_is_named(file: str, content: str | bytes, named: str, tmp_path: Path) -> None:
     write(tmp_path, byte_level())
-    (tmp_path / file).write_text(content)
+    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TokenizerError) as error:
         HFTokenizer(tmp_path)
     assert str(error.value).startswith(f"{tmp_path / file}: ")
