@@ -1,14 +1,17 @@
 """What comes in with a request: its body, read within limits, and the client's own id of it."""
 
 import asyncio
+import zlib
 from typing import Any
 
 import orjson
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from reference_engine.openai_api import ApiError, check_nesting
+from reference_engine.openai_api import ApiError, check_nesting, shown
 
+MAX_BODY_BYTES = 16 * 2**20  # a long context's token ids as JSON are about 8 bytes each
+WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}  # of Content-Encoding
 CHARS_A_TOKEN = 128  # no token of a text is longer: a prompt of more characters need not be tokenised to be refused
 LONG_TEXT = 4096  # characters; above, tokenising takes ms and would stall every stream: it goes to a thread
 BODY_S = 60.0  # that a body may take to come
@@ -22,14 +25,39 @@ def own_id(request: web.Request) -> str:
 
 
 async def data_of(request: web.Request) -> bytes:
-    """The body. Raises ApiError."""
+    """The body, unpacked. Raises ApiError, or aiohttp's 413."""
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise too_large(f"{request.content_length} bytes")
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            data = await request.read()
     except TimeoutError as error:
         raise ApiError(408, f"the body took longer than {BODY_S:g} s") from error
     except (ClientPayloadError, HttpProcessingError, web.RequestPayloadError) as error:
         raise ApiError(400, f"the body cannot be read: {error}") from error
+    packing = request.headers.get("Content-Encoding", "identity").strip().lower()
+    return data if packing in ("identity", "") else await asyncio.to_thread(unpacked, data, packing)
+
+
+def unpacked(data: bytes, packing: str) -> bytes:
+    """Raises ApiError. Stops at the limit: 4 MB of gzip can stand for gigabytes, which would stall every stream."""
+    if packing not in WINDOWS:
+        text = f"Content-Encoding is {shown(packing)}; would be right: gzip, deflate or none"
+        raise ApiError(415, text, "Content-Encoding")
+    unpacking = zlib.decompressobj(WINDOWS[packing])
+    try:
+        whole = unpacking.decompress(data, MAX_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from error
+    if len(whole) > MAX_BODY_BYTES:
+        raise too_large(f"more than {MAX_BODY_BYTES} bytes when unpacked")
+    if not unpacking.eof or unpacking.unused_data:
+        raise ApiError(400, f"the body cannot be read: its {packing} ends early or is followed by more")
+    return whole
+
+
+def too_large(found: str) -> ApiError:
+    return ApiError(413, f"the body has {found}; would be right: at most {MAX_BODY_BYTES}")
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:

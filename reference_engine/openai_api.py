@@ -94,6 +94,7 @@ ERROR_TYPES = {
     408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
 }

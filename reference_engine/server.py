@@ -23,6 +23,7 @@ from reference_engine.engine import Engine, EngineDownError, out_of_memory
 from reference_engine.faults import Fault
 from reference_engine.intake import CHARS_A_TOKEN as CHARS_A_TOKEN
 from reference_engine.intake import LONG_TEXT, body_of, own_id
+from reference_engine.intake import MAX_BODY_BYTES as MAX_BODY_BYTES
 from reference_engine.lora import Adapters, Loaded
 from reference_engine.openai_api import (
     CHAT,
@@ -44,7 +45,6 @@ from reference_engine.tokenizer import ChatError, Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_BODY_BYTES = 16 * 2**20  # a long context's token ids as JSON are about 8 bytes each
 SHUTDOWN_S = 2.0
 
 
@@ -406,8 +406,9 @@ async def listen(server: Server, host: str, port: int) -> tuple[web.AppRunner, i
     logger = logging.getLogger(__name__)
     logger.addFilter(_not_a_strangers)
     runner = web.AppRunner(
-        server.app(), access_log=None, logger=logger, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-    )
+        server.app(), access_log=None, logger=logger, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
+        auto_decompress=False,  # `intake` does it, to a limit
+    )  # fmt: skip
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=1024).start()
     return runner, int(runner.addresses[0][1])

@@ -4,6 +4,8 @@ import gzip
 import http.client
 import json
 import socket
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reference_engine import openapi, server
+from reference_engine import intake, openapi, server
 from reference_engine.openai_api import LONGEST_ERROR, MOST_NESTING, ApiError, check_nesting, error_body, shown
 from reference_engine.server import ROUTES
 from tests.test_engine_server import CHAT, COMPLETIONS, Program, end, launch
@@ -159,6 +161,35 @@ def test_a_body_over_the_limit_is_413_packed_or_not(program: Program) -> None:
         status, _, said = ask(program.port, "POST", COMPLETIONS, data, headers)
         assert status == 413
         assert is_refusal(status, said)
+
+
+def test_a_packed_body_is_unpacked_to_the_limit_and_no_further(program: Program) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    for name, packed in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body)), ("identity", body)):
+        assert ask(program.port, "POST", COMPLETIONS, packed, {"Content-Encoding": name})[0] == 200
+    most = body + b" " * (intake.MAX_BODY_BYTES - len(body))
+    assert ask(program.port, "POST", COMPLETIONS, gzip.compress(most), {"Content-Encoding": "gzip"})[0] == 200
+    for packed in (gzip.compress(body)[:-1], gzip.compress(body) + b"x", b"", b"x"):
+        status, _, said = ask(program.port, "POST", COMPLETIONS, packed, {"Content-Encoding": "gzip"})
+        assert (status, said["error"]["message"][:24]) == (400, "the body cannot be read:")
+    for name in ("br", "zstd", "gzip, gzip"):
+        status, _, said = ask(program.port, "POST", COMPLETIONS, body, {"Content-Encoding": name})
+        assert status == 415
+        assert is_refusal(status, said)
+    bomb = gzip.compress(bytes(4 * intake.MAX_BODY_BYTES))  # in a thousandth
+    tracemalloc.start()
+    with pytest.raises(ApiError, match="more than 16777216 bytes when unpacked"):
+        intake.unpacked(bomb, "gzip")
+    assert tracemalloc.get_traced_memory()[1] < 3 * intake.MAX_BODY_BYTES
+    tracemalloc.stop()
+    status, _, said = ask(program.port, "POST", COMPLETIONS, bomb, {"Content-Encoding": "gzip"})
+    assert (status, is_refusal(status, said)) == (413, True)
+
+
+def test_a_body_that_is_announced_too_large_is_not_waited_for(program: Program) -> None:
+    with socket.create_connection(("127.0.0.1", program.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        assert connection.recv(65536).split(b" ")[1] == b"413"
 
 
 # Hostile input
