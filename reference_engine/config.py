@@ -40,7 +40,7 @@ class EngineConfig:
     max_num_seqs: int = knob(64, "most sequences that run at once")
     max_num_batched_tokens: int = knob(512, "token budget of a step")
     chunked_prefill: bool = knob(True, "off: a prompt is computed in one step or waits")
-    long_prefill_token_threshold: int = knob(0, "most tokens of a step for one prompt, so that others share it; 0: all")
+    long_prefill_token_threshold: int = knob(0, "most tokens of a step for each prompt, not for all; 0: all")
     prefix_caching: bool = knob(True, "keep the KV of finished prompts for equal beginnings")
     batching: str = knob("continuous", "static | dynamic | continuous: when who waits may join who runs")
     max_wait_ms: int = knob(50, "static, dynamic: longest that a batch waits to be filled")

@@ -43,6 +43,30 @@ def test_a_known_schedule() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("longs", "first_step"), [(1, 0), (2, 3), (4, 6)])
+def test_the_cap_is_each_prompts_own_so_that_several_long_ones_still_fill_a_step(longs: int, first_step: int) -> None:
+    """Half a step each: two leave nothing over until one of them ends, as with vLLM's knob of this name."""
+    drive = Drive(capped(4))
+    for i in range(longs):
+        drive.submit(LONG[i : i + 12], 1)
+    drive.submit(SHORT[:3], 1)
+    drive.finish()
+    steps = drive.runner.steps
+    assert steps[0][:2] == [(0, 4), (1, 3 if longs == 1 else 4)]
+    assert next(i for i, step in enumerate(steps) if any(number == longs for number, _ in step)) == first_step
+
+
+def test_who_decodes_has_its_token_before_any_long_prompt_that_came_later() -> None:
+    drive = Drive(capped(4))
+    drive.submit(SHORT, 9)
+    drive.step()
+    for i in range(3):
+        drive.submit(LONG[i : i + 12], 1)
+    for _ in range(8):
+        drive.step()
+        assert drive.runner.steps[-1][0] == (0, 1)
+
+
 loads = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=8)
 
 
