@@ -29,6 +29,7 @@ from llm_bench.clock import Timer, now_ns
 from llm_bench.limits import raise_file_limit
 
 LONGEST_MS = 86_400_000  # a day: nobody means more, and it fits a timer
+MOST_TOKENS = 1_000_000  # of an answer
 MOST_SERVERS = 1_000_000
 DEFAULT_TOKENS = 16  # what OpenAI's completions give when max_tokens is absent
 _WORD = "word "  # the text of one token
@@ -200,16 +201,16 @@ class _Peer(asyncio.Protocol):
             asked = orjson.loads(body)
             tokens = asked.get("max_completion_tokens") or asked.get("max_tokens") or DEFAULT_TOKENS
             prompt_tokens = _words(asked.get("messages") or asked.get("prompt"))
-            if not isinstance(tokens, int) or tokens < 1:
-                raise ValueError(f"max_tokens is {tokens!r}, a whole number above 0 would be right")
-        except (ValueError, AttributeError) as e:
+            if not isinstance(tokens, int) or not 0 < tokens <= MOST_TOKENS:
+                raise ValueError(f"max_tokens is {tokens!r}, a whole number of 1 to {MOST_TOKENS} would be right")
+            include_usage = (asked.get("stream_options") or {}).get("include_usage", False)
+        except (ValueError, AttributeError, RecursionError) as e:
             self._refuse(400, str(e))
             return
         self._answering = True
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         times = self._target.times_of(read_ns, tokens)
         if asked.get("stream"):
-            include_usage = (asked.get("stream_options") or {}).get("include_usage", False)
             usage = _usage(prompt_tokens, tokens) if include_usage else None
             _Stream(self, route, tokens, times, usage, request_id, read_ns)
             return

@@ -108,8 +108,8 @@ class Scheduler:
         self.line = Line(seats=config.max_num_seqs)
         # Tokens that a running sequence has room for beyond its next: the runner computes them before it is asked to.
         self._ahead = int(config.graphs == "on" and config.ahead)
-        # Of a step, for one sequence: a decode takes one, so only prompts and what is computed again ever feel it. As in
-        # vLLM it is no share of the step for all long prompts: so many of them as fill the budget keep the others out.
+        # Of a step, for one sequence: a decode takes one, so only prompts and what is computed again ever feel it.
+        # As in vLLM it is no share for all long prompts together: as many as fill the budget keep the others out.
         self._part = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._left = self._left_tokens = 0
         self._shares = Shares()

@@ -706,6 +706,25 @@ def test_it_stops_on_sigterm_with_streams_open() -> None:
     assert end(program) == 0
 
 
+@pytest.mark.parametrize("how", ["</dev/null", "<&-", "</dev/null 2>&-"])
+def test_it_ends_cleanly_whatever_its_stdin_is(how: str) -> None:
+    flags = "-m reference_engine --model sim:fast --port 0 --exit-with-stdin"
+    command = ["/bin/sh", "-c", f"exec {sys.executable} {flags} {how}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "listening" in done.stdout
+
+
+def test_an_output_that_nobody_can_read_is_said_and_ends_it() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs Linux's /dev/full")
+    command = [sys.executable, "-m", "reference_engine", "--model", "sim:fast", "--port", "0"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "cannot be written: No space left on device" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -3,6 +3,7 @@ import http.client
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -204,7 +205,46 @@ def test_models_health_and_refusals_over_one_kept_connection() -> None:
         assert ask("POST", "/v1/chat/completions", b"[1]")[0] == 400
         status, body = ask("POST", "/v1/completions", b'{"prompt": "x", "max_tokens": -1}')
         assert (status, "-1" in body["error"]["message"]) == (400, True)
+        for wrong in (
+            b'{"max_tokens": 1000001}',
+            b'{"stream": true, "stream_options": [1]}',
+            b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+        ):
+            assert ask("POST", "/v1/completions", wrong)[0] in (200, 400)
         line.close()
+
+
+@pytest.mark.parametrize("how", ["</dev/null", "<&-", "</dev/null 2>&-"])
+def test_it_ends_cleanly_whatever_its_stdin_is(how: str) -> None:
+    command = f"exec {sys.executable} -m llm_bench.null_target --exit-with-stdin {how}"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "listening" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "{taken}"], "--port {taken}: "),
+        (["--truth", "/no/such/folder/truth"], "--truth /no/such/folder/truth: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(flags: list[str], named: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        command = [sys.executable, "-m", "llm_bench.null_target", *(flag.format(taken=taken) for flag in flags)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert named.format(taken=taken) in done.stderr
+
+
+@pytest.mark.parametrize("flags", [["--ttft-ms", "nan"], ["--itl-ms", "inf"], ["--servers", "1", "--service-ms", "nan"],
+                                   ["--servers", "99999999999"]])  # fmt: skip
+def test_times_and_counts_that_cannot_be_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert "would be right" in capsys.readouterr().err
 
 
 def test_it_ends_when_its_stdin_is_closed() -> None:
