@@ -170,7 +170,7 @@ async def serve(
         _say(warning)
     engine.start()
     heard = _announce(
-        {"config": asdict(config), "runner": facts}, {"listening": f"http://{host}:{port}/v1", "model": name}
+        {"config": asdict(config), "runner": facts}, {"listening": f"http://{_in_url(host)}:{port}/v1", "model": name}
     )
     if not heard:
         end()
@@ -182,6 +182,11 @@ async def serve(
     await engine.stop()
     await app.cleanup()
     return int(failed) if heard else 2
+
+
+def _in_url(host: str) -> str:
+    """A host as URLs have it: IPv6 in brackets, and of all addresses the one that is always there."""
+    return f"[{host}]" if ":" in host else host or "127.0.0.1"
 
 
 def _announce(effective: dict[str, Any], listening: dict[str, str]) -> bool:
@@ -240,10 +245,17 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> No
 
 
 def hold_standard_files() -> None:
-    """Where 0, 1 or 2 were closed before the start the next socket would be one of them: libuv aborts on that."""
+    """Where 0, 1 or 2 were closed before the start the next socket would be one of them: libuv aborts on that.
+
+    Python has None for such a stream, and what is printed to None goes to standard output.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
 def _usage(text: str) -> int:

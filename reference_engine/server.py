@@ -35,6 +35,7 @@ from reference_engine.openai_api import (
     Shell,
     error_body,
     parse,
+    shown,
     usage_of,
 )
 from reference_engine.reply import delay, error_response, json_response, outcome_of, reset, stream, whole
@@ -107,7 +108,10 @@ class Server:
         except (ApiError, EngineDownError, Refused) as error:
             response = error_response(error, said)
         except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, body too large
-            response = json_response(error.status, said(error.status, error.text or error.reason, None))
+            text = error.text or error.reason
+            if error.status in (404, 405):
+                text = f"{request.method} {shown(request.path)} is not served; would be right: what /openapi.json lists"
+            response = json_response(error.status, said(error.status, text, None))
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         if not response.prepared and "X-Request-Id" not in response.headers:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -475,6 +476,8 @@ def test_other_refusals_are_error_objects_with_their_status() -> None:
             assert (await call(served.port, "/v1/images/generations", {})).json["error"]["type"] == "NotFoundError"
             wrong = await call(served.port, COMPLETIONS)
             assert (wrong.status, wrong.headers["allow"], wrong.json["error"]["code"]) == (405, "POST", 405)
+            forgotten = (await call(served.port, "/chat/completions", {})).json["error"]["message"]
+            assert forgotten == "POST '/chat/completions' is not served; would be right: what /openapi.json lists"
             huge = await call(served.port, COMPLETIONS, b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}')
             assert (huge.status, huge.json["error"]["code"]) == (413, 413)
 
@@ -631,7 +634,7 @@ def launch(*flags: str) -> Program:
     )
     assert process.stdout
     url = json.loads(process.stdout.readline())["listening"]
-    return Program(process, url, int(url.split(":")[2].split("/")[0]))
+    return Program(process, url, int(url.rsplit(":", 1)[1].split("/")[0]))
 
 
 def end(program: Program) -> int:
@@ -712,7 +715,23 @@ def test_it_ends_cleanly_whatever_its_stdin_is(how: str) -> None:
     command = ["/bin/sh", "-c", f"exec {sys.executable} {flags} {how}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert "listening" in done.stdout
+    assert set(json.loads(done.stdout)) == {"listening", "model"}  # that line alone, whatever was closed
+
+
+@pytest.mark.parametrize("host", ["::1", "", "127.0.0.1"])
+def test_the_address_it_names_is_a_url(host: str) -> None:
+    if host == "::1":
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    program = launch("--host", host)
+    try:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(f"{program.url}/models", timeout=10) as reply:
+            assert reply.status == 200
+    finally:
+        assert end(program) == 0
 
 
 def test_an_output_that_nobody_can_read_is_said_and_ends_it() -> None:

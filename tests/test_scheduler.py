@@ -23,6 +23,10 @@ def test_what_can_never_fit_is_refused_on_arrival() -> None:  # case 50; B is re
     with pytest.raises(TooLong, match="prompt of 700 tokens and max_tokens 200 needs 57 blocks, pool has 50"):
         check_fits(config, 700, 200)
     check_fits(config, 100, 50)
+    for prompt, most, by_prompt in ((900, 1, True), (800, 200, True), (799, 2, False), (1, 800, False)):
+        with pytest.raises(TooLong) as refused:
+            check_fits(config, prompt, most)
+        assert refused.value.by_prompt is by_prompt
     with pytest.raises(TooLong, match="max_model_len, 120 tokens"):
         check_fits(replace(config, max_model_len=120), 100, 50)
     with pytest.raises(TooLong, match="exceeds a step's 64"):
