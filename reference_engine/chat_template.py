@@ -10,9 +10,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Passes of its loops and calls of its macros and methods. A long conversation takes a few for each of its messages;
-# a template that takes these many holds up every stream for a tenth of a second.
-MOST_STEPS = 100_000
+# Passes of its loops and calls of its macros and methods: sixty for each message of the longest conversation, where
+# published templates take about ten. One that takes all of them holds up every stream for a third of a second.
+MOST_STEPS = 250_000
 MOST_BITS = 4096  # of a power: a larger one may take hours, and no loop
 # What a template's own expressions raise: a division by zero, a method that is not there, a text without end.
 BUGS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
