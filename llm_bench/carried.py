@@ -58,6 +58,7 @@ class Carried(NamedTuple):
     doubts: tuple[str, ...]  # kinds
     work: Work = "decoding"
     energy: Energy | None = None  # of this machine's GPUs, where they were scraped
+    by_client: bool = False  # its backlog grows, by no more than this client's lateness explains
 
     @property
     def client_full(self) -> str:
@@ -130,7 +131,8 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
     load = cell.header.get("load") or {}
     kind = str(load.get("kind"))
     client_limited = bool(doubts & set(CLIENT_LIMITED))
-    verdict, why = _verdict(objectives.judge(cell, window, agreed, client_limited=client_limited), window)
+    by_client = client_limited and window.state == windows.GROWING and not windows.grows_in_time(cell, window)
+    verdict, why = _verdict(objectives.judge(cell, window, agreed, client_limited=client_limited), window, by_client)
 
     def figure(name: str) -> float | None:
         return metrics.compute(name, cell, window, agreed.context()).value
@@ -177,6 +179,7 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
         doubts=tuple(sorted(doubts)),
         work=work_of(cell, window),
         energy=energy.of(cell, window, m.scraped),
+        by_client=by_client,
     )
 
 
@@ -195,19 +198,26 @@ def _rate(cell: Cell, window: Window, offered: float | None, served: float | Non
     return offered * int((due & outcome_in(cell, "ok")).sum()) / decided if decided else None
 
 
-def _verdict(judged: Sequence[Judged], window: Window) -> tuple[Judgement, str]:
-    """A cell carries its load within the SLO where every limit is met and its state is stationary."""
+def _verdict(judged: Sequence[Judged], window: Window, by_client: bool) -> tuple[Judgement, str]:
+    """A cell carries its load within the SLO where every limit is met and its state is stationary.
+
+    `by_client`: that its backlog grows may be this client's doing, and is no miss.
+    """
     growing = f"the backlog grows by {window.growth:.3g} requests/s" if window.state == windows.GROWING else ""
+    if by_client:
+        growing += f", {windows.BY_CLIENT}"
     if not judged:
         return "not judged", growing or "no limit was given"
-    if growing:
+    if growing and not by_client:
         return "MISSED", growing
     said = [(j.verdict, f"{j.limit.text}: {j.why}") for j in judged]
     missed = [why for verdict, why in said if verdict == "MISSED"]
     if missed:
         return "MISSED", "; ".join(missed)
     open_ = [why for verdict, why in said if verdict == "UNDECIDED"]
-    if not window.opened or window.state not in ("", windows.STATIONARY):
+    if by_client:
+        open_.insert(0, f"{growing}: measure it again with a client that keeps up")
+    elif not window.opened or window.state not in ("", windows.STATIONARY):
         cell = f"the cell is {window.state or 'without a window'}: {window.evidence or window.rule}"
         open_.insert(0, f"{cell}; more --requests or a longer --warmup makes it steady")
     if open_:
@@ -253,7 +263,8 @@ def busiest(cells: Sequence[Carried]) -> Busiest | str:
     if not known and any(c.served for c in cells):
         return "how many tokens its answers have is not known"
     steady = [c for c in known if c.steady]
-    full = [c for c in known if c.state == windows.GROWING and c.window_s >= FULL_STAYS * (c.stay_s or np.inf)]
+    growing = [c for c in known if c.state == windows.GROWING and not c.by_client]
+    full = [c for c in growing if c.window_s >= FULL_STAYS * (c.stay_s or np.inf)]
     most = max([*steady, *full], key=made, default=None)
     if most is None:
         return "no load was steady for as long as its requests stay: its tokens/s are of no steady state"

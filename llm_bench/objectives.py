@@ -195,7 +195,8 @@ def judge(cell: Cell, window: Window, agreed: Slo, *, client_limited: bool = Fal
     """
     alone = (cell.header.get("load") or {}).get("class_alone") or ""  # the limits of other classes say nothing of it
     mine = (limit for limit in agreed.limits if not alone or limit.of_class in ("", alone))
-    return [_judge(cell, window, limit, agreed, client_limited) for limit in mine]
+    grown = client_limited and window.state == windows.GROWING and not windows.grows_in_time(cell, window)
+    return [_judge(cell, window, limit, agreed, client_limited, windows.BY_CLIENT if grown else "") for limit in mine]
 
 
 def of_class(cell: Cell, name: str) -> Cell:
@@ -203,12 +204,12 @@ def of_class(cell: Cell, name: str) -> Cell:
     return cell.only(cell.among("request_class", name))
 
 
-def _judge(cell: Cell, window: Window, limit: Limit, agreed: Slo, client_limited: bool) -> Judged:
+def _judge(cell: Cell, window: Window, limit: Limit, agreed: Slo, client_limited: bool, grown: str) -> Judged:
     if limit.of_class:
         cell = of_class(cell, limit.of_class)
     value = metrics.compute(limit.metric.name, cell, window, agreed.context(limit.of_class))
     found = _share(cell, window, limit, value, agreed) if limit.bound else _figure(cell, window, limit, value, agreed)
-    return _reserve(found, cell, window, client_limited)
+    return _reserve(found, cell, window, client_limited, grown)
 
 
 def _share(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo) -> Judged:
@@ -314,15 +315,16 @@ _SHARES: Mapping[str, Callable[[Cell, Window], Interval | None]] = {
 }
 
 
-def _reserve(found: Judged, cell: Cell, window: Window, client_limited: bool) -> Judged:
-    """What a cell's state takes from a verdict."""
+def _reserve(found: Judged, cell: Cell, window: Window, client_limited: bool, grown: str) -> Judged:
+    """What a cell's state takes from a verdict. `grown`: what a backlog may come of, where not of the target."""
     better = SERIES[found.limit.metric.of].better if found.limit.metric.reducer else WHOLE[found.limit.metric.of].better
     reserve = ""
     none_ok = not (due_in(cell, window) & outcome_in(cell, "ok")).any()
     if (not window.opened or window.state == windows.TOO_SHORT) and not (none_ok and found.verdict == "MISSED"):
         reserve = "the window is too short" if window.opened else "the window never opened"
     elif window.state == windows.GROWING and found.verdict == "MET":
-        reserve = f"the backlog grows by {window.growth:.3g}/s: a longer run would be slower"
+        reserve = f"the backlog grows by {window.growth:.3g} requests/s"
+        reserve += f", {grown}" if grown else ": a longer run would be slower"
     elif client_limited and found.verdict == "MISSED" and not failed_by_target(found.limit, cell, window):
         metric = found.limit.metric
         which = metric.name if metric.unit == "share" else "latency" if better == "lower" else "throughput"

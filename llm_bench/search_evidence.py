@@ -97,9 +97,8 @@ def seen(
     if reason == OVERLOADED and not overloaded:
         overloaded = "it was ended early, since its backlog grew"
     unsound = "" if overloaded or not answered else _unsound(window)
-    cap = (cell.header.get("load") or {}).get("max_in_flight")
-    if overloaded and client_limited and not windows.grows_in_time(cell, window, cap):
-        overloaded, unsound = "", f"{overloaded}, by what this client sent late"
+    if overloaded and client_limited and not windows.grows_in_time(cell, window):
+        overloaded, unsound = "", f"{overloaded}, {windows.BY_CLIENT}"
     return Seen(
         name,
         load,

@@ -14,6 +14,7 @@ from llm_bench import steady
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
 
+BY_CLIENT = "no more than this client's own lateness explains"  # said of a backlog that grows, but not in time
 STATIONARY, WARMING, TOO_SHORT, GROWING = "stationary", "warming", "too short", "growing without bound"
 OPEN_WARMUP_SHARE = 0.05  # of the span from start to last due time
 GROWTH_INSTANTS = 30  # arrivals at fewer moments swing by over a third of themselves by chance: no verdict on growth
@@ -194,24 +195,32 @@ def backlog_growth(cell: Cell, window: Window, cap: int | None = None) -> steady
     return steady.growth(since_ns / 1e9, in_flight_, _level(due, end_ns, at_ns), inside / 1e9, filled_s, cap)
 
 
-def grows_in_time(cell: Cell, window: Window, cap: int | None) -> bool:
-    """Does the backlog grow without what this client sent late, by its own lateness and not by a cap or a connection?
+def grows_in_time(cell: Cell, window: Window) -> bool:
+    """Does the backlog grow without what this client held up, by its own lateness and not by a cap or a connection?
 
-    Sent in time each request ends sooner by its lag at most; when a cut one would have ended is known up to the longest
-    lag before the end.
+    By a bound that needs no model of the target: what is late piles up in front of it and adds, when it is let go, at
+    most as much to its queue as was ever piled up in the window. What the queue gained less that is what it gains from
+    requests sent in time. A loop that sends late reads late: who ended within the longest lag after a moment may have
+    been answered by then, and who was cut within it too.
     """
-    due, tried = cell["due_ns"], attempted(cell)
-    late_ns = np.where(cell["ready_ns"] > 0, left_ns(cell) - cell["ready_ns"] - cell["connect_ns"], 0)[tried]
-    late_ns = np.maximum(late_ns, 0)
-    span_ns = window.end_ns - window.start_ns - int(late_ns.max(initial=0))
-    inside = due[(due >= window.start_ns) & (due < window.start_ns + span_ns)] - window.start_ns
-    if len(np.unique(inside)) < GROWTH_INSTANTS:
+    cap = (cell.header.get("load") or {}).get("max_in_flight")
+    growth = backlog_growth(cell, window, cap)
+    due, ready, tried = cell["due_ns"], cell["ready_ns"], attempted(cell)
+    passed_ns = left_ns(cell) - np.maximum(cell["connect_ns"], 0)
+    late = tried & (ready > 0) & (passed_ns > ready)
+    mine = late & (passed_ns > window.start_ns) & (ready < window.end_ns)
+    lag_ns = int((passed_ns - ready)[mine].max(initial=0))
+    opens, last = window.start_ns, window.end_ns - 1 - lag_ns
+    if growth is None or last <= opens:
         return False
-    since_ns = np.linspace(0, span_ns - 1, steady.SAMPLES).astype(np.int64)
-    ended_ns = np.maximum(cell["end_ns"][tried] - late_ns, due[tried])
-    at_ns = window.start_ns + since_ns
-    level, in_flight_ = _level(due, ended_ns, at_ns), _level(left_ns(cell)[tried] - late_ns, ended_ns, at_ns)
-    return steady.growth(since_ns / 1e9, in_flight_, level, inside / 1e9, limit=cap).growing
+    begun, ended = ready[late], passed_ns[late]
+    if cap is None:  # nothing but this client kept those from being sent that it dropped
+        begun, ended = np.append(begun, due[~tried]), np.append(ended, np.full(int((~tried).sum()), window.end_ns))
+    at_ns, level = steps(begun, ended)  # what this client holds up
+    most = int(level[(at_ns >= opens) & (at_ns <= last)].max(initial=0))
+    before = _level(due, cell["end_ns"][tried], np.array([opens]))[0]
+    after = _level(due, cell["end_ns"][tried] - lag_ns, np.array([last]))[0]
+    return bool(after - level_at(at_ns, level, np.array([last]))[0] - most - before > growth.swing)
 
 
 def _trends(growth: steady.Growth) -> str:

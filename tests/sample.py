@@ -111,3 +111,17 @@ def closed_loop(n: int, concurrency: int, stay: float = 100.0, tokens: int = 5, 
         due = i // concurrency * stay + i % concurrency * stay / concurrency
         rows.append(record(i, due, events=[due + stay * (k + 1) / tokens for k in range(tokens)]))
     return cell(rows, **{"load": {"kind": "closed", "concurrency": concurrency, "warmup": None}} | parts)
+
+
+def stood_still(seed: int, stop: float = 8000.0, until: float = 10_500.0, n: int = 1000) -> list[Record]:
+    """Poisson arrivals of 100/s at a server that has a seat for everyone; the client stands still from `stop` to `until`
+    ms: what is due meanwhile it sends then, and what comes meanwhile it reads then.
+    """
+    rng = np.random.Generator(np.random.PCG64(seed))
+    dues, stays = np.cumsum(rng.exponential(10, n)).tolist(), rng.exponential(100, n).tolist()
+    rows = []
+    for i, (due, stay) in enumerate(zip(dues, stays, strict=True)):
+        sent = until if stop <= due < until else due
+        end = until if stop <= sent + stay < until else sent + stay
+        rows.append(record(i, due, sent, [end - (end - sent) / 2, end], ready_ns=ns(due)))
+    return rows

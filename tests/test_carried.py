@@ -1,5 +1,6 @@
 """What cells are evidence of: verdicts, brackets that are never a flat number, blocks held over time by hand."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from llm_bench.objectives import NO_SLO, parse
 from llm_bench.records import Record, Writer
 from llm_bench.results import Run
 from llm_bench.windows import Window
-from tests.sample import cell, header, ns, record
+from tests.sample import cell, header, ns, record, stood_still
 
 ALL = Window(ns(0), ns(1e6), 0, 0, "")
 
@@ -382,3 +383,29 @@ def test_cells_of_one_load_are_judged_together_and_the_luckiest_proves_nothing(t
     assert brackets(evidence(run, limits))[0].low is None
     alone = run_of(tmp_path / "alone", {"000": (some[1], rate)})
     assert brackets(evidence(alone, limits))[0].low is not None
+
+
+def test_a_backlog_that_the_client_made_is_no_miss_and_no_sign_of_a_full_server(tmp_path):
+    rate = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    # 200 of 1,000 are late: 95% would be missed too, were it not the client's.
+    for name, slo in (("late", "ttft_p95<800ms"), ("easy", "ttft_p95<100s"), ("none", "")):
+        run = run_of(tmp_path / name, {"a": (stood_still(27), rate)})
+        (one,) = evidence(run, parse(slo))
+        assert one.state == "growing without bound"
+        assert one.verdict == ("UNDECIDED" if slo else "not judged")
+        assert "no more than this client's own lateness explains" in one.why
+        assert brackets([one])[0].high is None
+        assert busiest([one]) == (
+            "no load was steady for as long as its requests stay: its tokens/s are of no steady state"
+        )
+
+
+def test_failures_that_are_not_the_clients_miss_beside_a_backlog_that_is(tmp_path):
+    rate = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    rows = [
+        dataclasses.replace(row, outcome="failed", error_kind="connect_error") if row.index % 5 == 0 else row
+        for row in stood_still(27)
+    ]  # fmt: skip
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (rows, rate)}), parse("error_rate<1%"))
+    assert (one.state, one.verdict) == ("growing without bound", "MISSED")
+    assert "error_rate<1%" in one.why

@@ -10,7 +10,7 @@ from llm_bench.errors import BenchError
 from llm_bench.metrics import compute
 from llm_bench.records import Cell
 from llm_bench.windows import Window
-from tests.sample import START_NS, cell, closed_loop, ns, record
+from tests.sample import START_NS, cell, closed_loop, ns, record, stood_still
 
 CLOSED_1 = {"kind": "closed", "concurrency": 1}
 
@@ -318,3 +318,50 @@ def test_who_is_due_at_the_last_moment_belongs_to_the_open_window() -> None:
 def test_a_window_of_one_moment_is_none() -> None:
     w = windows.open_(cell([record(i, 0, events=[10]) for i in range(50)]), 0.0)
     assert (w.opened, w.requests, w.seconds) == (False, 50, pytest.approx(0.01))
+
+
+AT_100 = {"kind": "open", "rate": 100.0, "warmup": 0.0}
+
+
+def held_up(seconds: float, stop: float, hold: float, each: float, lag: float = 0.0) -> Cell:
+    """100/s of a server that takes `each` ms a request, one at a time; the client stands still for `hold` ms at `stop`.
+
+    What it would have sent meanwhile it sends then, and what came meanwhile it reads then; each request `lag` ms late.
+    """
+    free, rows = 0.0, []
+    for i in range(round(100 * seconds)):
+        due = 10.0 * i
+        sent = stop + hold if stop <= due < stop + hold else due + lag
+        free = max(free, sent) + each
+        read = stop + hold if stop <= free < stop + hold else free
+        rows.append(record(i, due, sent, [read], ready_ns=ns(due)))
+    return cell(rows, load=AT_100)
+
+
+@pytest.mark.parametrize(
+    ("made", "in_time"),
+    [
+        (held_up(10, 20_000, 0, 11), True),  # nothing is held up: of 1,000 requests 91 are left
+        (held_up(10, 20_000, 0, 11, lag=20), True),  # nor by a client that is always a little late
+        (cell(stood_still(27), load=AT_100), False),  # it stands still until all is over
+        (held_up(10, 2000, 2000, 15), False),  # 330 left, of a heap of 200: not without a doubt in a short run
+        (held_up(40, 2000, 2000, 15), True),  # and in a longer one
+    ],
+)
+def test_a_backlog_grows_in_time_only_where_more_is_left_than_the_client_held_up(made, in_time):
+    window = windows.open_(made)
+    assert window.state == windows.GROWING
+    assert windows.grows_in_time(made, window) is in_time
+
+
+def test_a_heap_that_the_window_ends_before_it_is_worked_off_is_no_backlog_in_time():
+    made = held_up(10, 5200, 1000, 9.8)  # it takes 49 s
+    assert not windows.grows_in_time(made, windows.open_(made))
+
+
+def test_what_a_client_without_a_cap_never_sent_is_its_own_backlog_and_with_one_it_waited_for_the_target():
+    sent = [record(i, 10.0 * i, events=[10.0 * i + 5]) for i in range(100)]
+    rows = sent + [record(i, 10.0 * i, outcome="dropped") for i in range(100, 200)]
+    for cap, in_time in ((None, False), (1, True)):
+        made = cell(rows, load=AT_100 | {"max_in_flight": cap})
+        assert windows.grows_in_time(made, windows.open_(made, 0.0, cap)) is in_time
