@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llm_bench import windows
 from llm_bench.decompose import IN_ANSWERS, STAMPS, account
-from llm_bench.diagnose_client import client_limited, network_limited
+from llm_bench.diagnose_client import client_limited, network_limited, untouched
 from llm_bench.diagnose_failures import failed_requests
 from llm_bench.diagnose_memory import kv_full, memory_bandwidth, out_of_memory, preemptions
 from llm_bench.diagnose_queue import arrival_bursts, long_prefills, overload, small_batches
@@ -22,6 +23,8 @@ from llm_bench.series import NOTHING, SERIES
 
 QUEUE_SHARE, QUEUE_MS = 0.5, 20.0  # of TTFT
 SPIKE_TIMES, SPIKE_MS = 5.0, 100.0  # p95 TTFT against p50, of prompts up to the median
+CLIENT = "client limited"
+STILL = "so it is without what this client held up"
 SCRAPE_IT = "rerun with --metrics-url auto"
 
 
@@ -42,7 +45,15 @@ def diagnose(case: Case) -> Diagnosis:
     unjudged = {kind: why for kind, rule in RULES.items() if (why := rule.needs(case))}
     judged = [kind for kind in RULES if kind not in unjudged]
     findings = {kind: found for kind in judged if (found := RULES[kind].find(case))}
-    return Diagnosis(case, findings, judged, unjudged)
+    if CLIENT in findings:
+        for kind in [kind for kind in findings if kind in CLIENT_ALONE]:
+            seen, again = findings.pop(kind).seen, CLIENT_ALONE[kind](case)
+            if again is None:
+                judged.remove(kind)
+                unjudged[kind] = f"this client was the limit, and what it held up can look so by itself: {seen}"
+            else:
+                findings[kind] = again._replace(seen=f"{again.seen}; {STILL}")
+    return Diagnosis(case, {kind: findings[kind] for kind in RULES if kind in findings}, judged, unjudged)
 
 
 # ---- what a rule needs
@@ -152,7 +163,7 @@ def _explained(case: Case) -> bool:
 
 RULES: dict[str, Rule] = {
     "failed requests": Rule(failed_requests),  # first: where it finds some, all others speak of those that were left
-    "client limited": Rule(client_limited),
+    CLIENT: Rule(client_limited),
     "network limited": Rule(network_limited, _needs_ok),
     "overload": Rule(overload, _needs_open),
     "small batches": Rule(small_batches, _needs_scrape("running", "waiting")),
@@ -173,7 +184,7 @@ RULES: dict[str, Rule] = {
 }
 # Kinds that explain why first tokens are late: where one is found, the symptom alone is no finding of its own.
 CAUSES = (
-    "client limited",
+    CLIENT,
     "overload",
     "small batches",
     "KV memory full",
@@ -182,3 +193,23 @@ CAUSES = (
     "arrival bursts",
     "hot replica",
 )
+
+
+def _untouched(find: Callable[[Case], Finding | None]) -> Callable[[Case], Finding | None]:
+    def again(case: Case) -> Finding | None:
+        calm = untouched(case)
+        return find(calm) if calm else None
+
+    return again
+
+
+# Kinds that a client which stands still or is late can look like by itself, since they rest on its own stamps: each is
+# looked for once more in what it did not touch. The others rest on what the server says.
+CLIENT_ALONE: Mapping[str, Callable[[Case], Finding | None]] = {
+    "overload": lambda case: overload(case) if windows.grows_in_time(case.cell, case.window) else None,
+    "long prefills": _untouched(long_prefills),
+    "arrival bursts": _untouched(arrival_bursts),
+    "timer-batched stream": _untouched(timer),
+    "events of several tokens": _untouched(packed),
+    "hot replica": _untouched(hot_replica),
+}

@@ -1,13 +1,25 @@
 """What of a cell's time is this client's own, and what the way to the server takes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from llm_bench import windows
-from llm_bench.client import BUSY, CLIENT_CHECKS, CLIENT_LIMITED, LATE, LIMITED, MAX_CPU_SHARE, MIN_STALL_MS, STALLED
+from llm_bench.client import (
+    BUSY,
+    CLIENT_CHECKS,
+    CLIENT_LIMITED,
+    LATE,
+    LIMITED,
+    MAX_CPU_SHARE,
+    MAX_LAG_MS,
+    MIN_STALL_MS,
+    STALLED,
+)
 from llm_bench.evidence import Case, Finding
 from llm_bench.facts import Facts
+from llm_bench.facts import Finding as Doubt
 from llm_bench.series import NOTHING, SERIES
 
 HELD_BACK, LARGE = 0.05, 0.2  # of e2e (or the window), from which the client held a cell back at all, and much
@@ -17,9 +29,8 @@ LINK_MBIT = 400.0  # received; a link of 1 Gbit/s carries little more than twice
 
 def client_limited(case: Case) -> Finding | None:
     """What this client's own part is of the whole time; of TTFT alone it is a doubt of the report, and no cause."""
-    facts = Facts(case.cell, case.window, (), (), case.end)
-    doubts = {kind: doubt for kind in CLIENT_LIMITED if (doubt := CLIENT_CHECKS[kind](facts))}
-    sizes = {kind: size for kind in doubts if (size := _SIZES[kind](case)) >= HELD_BACK}
+    doubts = _doubts(case)
+    sizes = _sizes(case, doubts)
     if not sizes:
         return None
     worst = max(sizes, key=lambda kind: sizes[kind])
@@ -36,6 +47,37 @@ def client_limited(case: Case) -> Finding | None:
     )
 
 
+def _doubts(case: Case) -> dict[str, Doubt]:
+    facts = Facts(case.cell, case.window, (), (), case.end)
+    return {kind: doubt for kind in CLIENT_LIMITED if (doubt := CLIENT_CHECKS[kind](facts))}
+
+
+def _sizes(case: Case, doubts: Iterable[str]) -> dict[str, float]:
+    """What each doubt is of the whole, where the client held the cell back by it."""
+    return {kind: size for kind in doubts if (size := _SIZES[kind](case)) >= HELD_BACK}
+
+
+def untouched(case: Case) -> Case | None:
+    """The requests alone that no lateness of this client touched; None where it was late all the time.
+
+    It touches who was due, on the way or answered while its loop stood still, or while a request that it sent late was
+    at the server: a heap that is let go makes a queue, in which others wait too.
+    """
+    if set(_sizes(case, _doubts(case))) & {BUSY, LIMITED}:
+        return None
+    due, end = case.cell["due_ns"], case.cell["end_ns"]
+    late = SERIES["lag_client"].of(case.cell, NOTHING).values > MAX_LAG_MS
+    begun, ended = (np.concatenate(pair) for pair in zip(_stalls(case), (due[late], end[late]), strict=True))
+    at_ns, level = windows.steps(begun, ended)
+    at_ns, busy = np.append(at_ns, np.iinfo(np.int64).max), np.append(level > 0, False)
+    # Touched where a span covers the due time or begins before the end.
+    before = np.concatenate([[False], busy])[np.searchsorted(at_ns, due, "right")]
+    starts = at_ns[busy]
+    began = np.searchsorted(starts, end, "right") > np.searchsorted(starts, due, "right")
+    calm = ~before & ~began & windows.attempted(case.cell)
+    return replace(case, cell=case.cell.only(calm), siblings=()) if calm.any() else None
+
+
 def _lag_size(case: Case) -> float:
     """Of the mean e2e."""
     lag = case.parts.ms("client lag") if case.parts else None
@@ -44,12 +86,17 @@ def _lag_size(case: Case) -> float:
 
 def _stall_size(case: Case) -> float:
     """Of the window, by the stalls that the doubt is about: shorter ones than a gap between tokens held up nothing."""
+    at_ns, level = windows.steps(*_stalls(case))  # of several workers at once they count once
+    return windows.integral_s(at_ns, np.minimum(level, 1), case.window) / case.window.seconds
+
+
+def _stalls(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Begin and end (ns) of each."""
     stalls = case.end.get("loop_stalls")
     least_ms = max(MIN_STALL_MS, case.metric("itl_p50") or 0.0)
-    spans = [(at, at + ms * 1e6) for at, ms in stalls if ms > least_ms] if isinstance(stalls, list) else []
-    begun, ended = np.array(spans, np.float64).reshape(-1, 2).T.astype(np.int64)
-    at_ns, level = windows.steps(begun, ended)  # of several workers at once they count once
-    return windows.integral_s(at_ns, np.minimum(level, 1), case.window) / case.window.seconds
+    spans = [(at, at + round(ms * 1e6)) for at, ms in stalls if ms > least_ms] if isinstance(stalls, list) else []
+    begun, ended = np.array(spans, np.int64).reshape(-1, 2).T
+    return begun, ended
 
 
 def _busy_size(case: Case) -> float:

@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from llm_bench import windows
 from llm_bench.columns import Cell
+from llm_bench.decompose import account
 from llm_bench.diagnose_memory import kv_binds
 from llm_bench.evidence import LEAST_BINS, Case, Finding
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
@@ -14,6 +16,10 @@ STOPS = 5.0  # times the typical gap, as long as a prompt's prefill stops the ot
 STOP_MS = 20.0
 LATE_TIMES, LEAST_LATE = 3.0, 5  # TTFT of short prompts sent during such a prefill against the others, and how many
 LEAST_LONG, MOST_LONG = 3, 0.3  # long prompts, and their share of all
+EXPLAINS = (
+    0.5  # of what others wait longer, that computing a long prompt has to take: else they wait for something else
+)
+LEAST_LOADED = 0.25  # of the long and of the short, sent with the fewest in flight, tell what a long one takes
 SPANS_MOST = 500  # of their prefills are looked at, evenly over the cell
 DISPERSION = 3.0  # variance of arrivals in equal bins against their mean: 1 for Poisson, chance stays under 2
 BIN_ARRIVALS = 5
@@ -104,20 +110,54 @@ def long_prefills(case: Case) -> Finding | None:
     begun = (cell["sent_ns"] + np.nan_to_num(cell["server_queue_ms"]) * 1e6).astype(np.int64)
     spans = np.stack([begun[long], cell.first_ns[long]], axis=1)  # (k, 2): when the long ones are computed, ns
     short = case.ok & known & (tokens <= middle)
-    found = [text for text in (_stopped(cell, long, spans), _overtaken(case, short, spans)) if text]
+    takes_ms, by, source = _prefill(case, known, long, tokens <= middle)
+    effects = (_stopped(cell, long, spans), _overtaken(case, short, spans))
+    found = [text for ms, text in effects if text and takes_ms >= EXPLAINS * ms]
     if not found:
         return None
     return Finding(
         f"while one of {len(spans)} prompts of {LONG * middle:.0f} tokens or more is computed, "
-        f"{' and '.join(found)}{_by_length(case, middle)}",
+        f"{' and '.join(found)}; computing one takes {by} {takes_ms:.0f} ms{_by_length(case, middle)}",
         "likely",
-        "records",
+        f"records; {source}",
         "Switch chunked prefill on, or try other sizes of its chunk; or give long prompts a replica of their own",
     )
 
 
-def _stopped(cell: Cell, long: np.ndarray, spans: np.ndarray) -> str:
-    """Gaps of other streams as long as a prefill, and none such elsewhere."""
+def _prefill(case: Case, known: np.ndarray, long: np.ndarray, short: np.ndarray) -> tuple[float, str, str]:
+    """(ms, `about` or `at most`, by whose word): how long a long prompt is computed, whoever else waits.
+
+    A server's histogram has all prompts in it: if the short ones took nothing, all of it was the long ones'. Where the
+    server says nothing, it is by how much later the first token of a long one comes than that of a short one, of those
+    that met the fewest others: they wait alike.
+    """
+    said = account(case.cell, long, None, "prefill")
+    if said.ms is None:
+        both, queue = (account(case.cell, long, None, name) for name in ("ttft", "queue"))
+        if both.ms is not None and queue.ms is not None:
+            said = both._replace(ms=max(both.ms - queue.ms, 0.0))
+    if said.ms is not None:
+        return said.ms, "about", f"prefill: {said.source}"
+    scraped = account(case.cell, long, case.server, "prefill")
+    if scraped.ms is not None:
+        return scraped.ms * float(known.sum() / long.sum()), "at most", f"prefill: {scraped.source}"
+    sent = case.cell["sent_ns"]
+    beside = windows.level_at(*windows.in_flight(case.cell), sent - 1)
+    ttft = SERIES["ttft_sent"].of(case.cell, NOTHING).values
+    alone = []
+    for rows in (known & long, known & short):
+        mine = np.flatnonzero(rows & ~np.isnan(ttft))
+        few = max(round(LEAST_LOADED * len(mine)), LEAST_LONG)
+        alone.append(float(np.median(ttft[mine[np.argsort(beside[mine], kind="stable")][:few]])) if len(mine) else 0.0)
+    return (
+        max(alone[0] - alone[1], 0.0),
+        "about",
+        "prefill: TTFT by prompt length, of those sent with the fewest in flight",
+    )
+
+
+def _stopped(cell: Cell, long: np.ndarray, spans: np.ndarray) -> tuple[float, str]:
+    """Gaps of other streams as long as a prefill, and none such elsewhere: their median in ms, and in words."""
     row, at, after = _event_gaps(cell)
     order = np.argsort(at, kind="stable")
     row, at, after = row[order], at[order], after[order]
@@ -132,17 +172,20 @@ def _stopped(cell: Cell, long: np.ndarray, spans: np.ndarray) -> str:
         if meets.any():
             longest.append(float(gap_ms[near][meets].max()))
     if len(longest) < LEAST_LONG:
-        return ""
+        return 0.0, ""
     stop = float(np.median(longest))
     shortest = float(np.quantile(np.diff(spans) / 1e6, 0.1))
     quiet = float(np.quantile(gap_ms[~touched], 0.99)) if (~touched).any() else 0.0
     if stop < max(STOPS * typical, STOP_MS, 0.5 * shortest, 2 * quiet):
-        return ""
-    return f"other streams stand still for {stop:.0f} ms (median; elsewhere 99% of gaps are under {quiet:.0f} ms)"
+        return 0.0, ""
+    return stop, f"other streams stand still for {stop:.0f} ms (median; elsewhere 99% of gaps are under {quiet:.0f} ms)"
 
 
-def _overtaken(case: Case, short: np.ndarray, spans: np.ndarray) -> str:
-    """Short prompts sent while a long one is computed, against those sent at other times: chosen by when they came."""
+def _overtaken(case: Case, short: np.ndarray, spans: np.ndarray) -> tuple[float, str]:
+    """Short prompts sent while a long one is computed, against those sent at other times: chosen by when they came.
+
+    By how much later their first token comes, in ms, and in words.
+    """
     sent = case.cell["sent_ns"]
     begun, first = spans[np.argsort(spans[:, 0])].T
     last = np.searchsorted(begun, sent, "right") - 1  # of those that had begun; the latest end of them decides
@@ -150,11 +193,11 @@ def _overtaken(case: Case, short: np.ndarray, spans: np.ndarray) -> str:
     ttft = SERIES["ttft_sent"].of(case.cell, NOTHING).values
     late, others = ttft[short & during], ttft[short & ~during]
     if len(late) < LEAST_LATE or len(others) < LEAST_LATE:
-        return ""
+        return 0.0, ""
     high, low = float(np.median(late)), float(np.median(others))
     if high < LATE_TIMES * low or high - low < STOP_MS:
-        return ""
-    return f"short prompts that are sent then have a median TTFT of {high:.0f} ms, others {low:.0f} ms"
+        return 0.0, ""
+    return high - low, f"short prompts that are sent then have a median TTFT of {high:.0f} ms, others {low:.0f} ms"
 
 
 def _event_gaps(cell: Cell) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,19 +7,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from llm_bench import diagnose_report, results, scrape, targets, windows
 from llm_bench.columns import Cell
 from llm_bench.diagnose import CAUSES, RULES, Diagnosis, diagnose
+from llm_bench.diagnose_client import untouched
 from llm_bench.diagnose_failures import CHECKS
 from llm_bench.diagnose_server import cache
 from llm_bench.evidence import Case, flushes, related
 from llm_bench.server_metrics import Figure, Figures
 from llm_bench.server_names import METRICS_OF
 from tests.bench import command, environment, rows, trace_file
-from tests.sample import START_NS, cell, closed_loop, header, ns, record
+from tests.sample import START_NS, cell, closed_loop, header, ns, record, stood_still
 
 OPEN = {"kind": "open", "rate": 10.0, "warmup": 0.0}
 FAILURES = (  # of METRICS.md, Outcomes
@@ -134,6 +136,22 @@ def one_blocks_all(stop: float) -> Case:
         for k, halt in enumerate(halts)
     ]
     return case(cell(rows_, load=OPEN))
+
+
+def busy_queue(server: dict[str, Any] | None = None, said: bool = False) -> Case:
+    """208/s at a server with one seat that computes 1.1 ms a prompt, 3 ms a long one, and 3.5 ms of tokens after it.
+
+    Nine short ones to a long one; who comes while others are there waits for them, whatever their length.
+    """
+    rng = np.random.Generator(np.random.PCG64(4))
+    due, free, rows_ = np.cumsum(rng.exponential(1000 / 208, 3000)).tolist(), 0.0, []
+    for i, at in enumerate(due):
+        prefill = 3.0 if i % 10 == 3 else 0.9
+        start = max(free, at)
+        free = start + prefill + 3.5
+        told = {"server_prefill_ms": prefill} if said else {}
+        rows_.append(record(i, at, events=[start + prefill, free], tokens_in=800 if i % 10 == 3 else 100, **told))
+    return case(cell(rows_, load=OPEN), server)
 
 
 def bursts() -> Case:
@@ -295,6 +313,62 @@ def test_what_was_not_judged_explains_no_queue_away() -> None:
     assert "rerun" not in told
 
 
+def stopped(of: Case, *stalls: tuple[float, float]) -> Case:
+    """The case of a client whose loop also stood still: (from ms, for ms)."""
+    return dataclasses.replace(of, end={**of.end, "loop_stalls": [(ns(at), for_ms) for at, for_ms in stalls]})
+
+
+def test_a_backlog_that_the_client_alone_can_have_made_is_no_overload() -> None:
+    made = stopped(case(cell(stood_still(27), load=OPEN | {"rate": 100.0})), (8000, 2500))
+    assert made.window.state == windows.GROWING
+    found = diagnose(made)
+    assert list(found.findings) == ["client limited"]
+    assert found.findings["client limited"].sure == "sure"
+    assert "overload" not in found.judged
+    why = found.unjudged["overload"]
+    assert "what it held up can look so by itself: the backlog grows by 3.03 requests/s" in why
+
+
+def test_a_backlog_far_larger_than_what_the_client_held_up_is_an_overload() -> None:
+    found = diagnose(stopped(backlog(), (5000, 4000))).findings
+    assert list(found) == ["client limited", "overload"]
+    assert "so it is without what this client held up" in found["overload"].seen
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: one_blocks_all(600.0), "long prefills"),
+        (bursts, "arrival bursts"),
+        (timer, "timer-batched stream"),
+        (packed, "events of several tokens"),
+    ],
+)
+def test_what_rests_on_this_clients_stamps_is_looked_for_where_it_did_not_touch_them(
+    make: Callable[[], Case], kind: str
+) -> None:
+    once = diagnose(stopped(make(), (9000, 3000))).findings  # of 20 or 30 s: the rest shows it
+    assert list(once) == ["client limited", kind]
+    assert "so it is without what this client held up" in once[kind].seen
+    always = diagnose(dataclasses.replace(make(), end={"client_cpu_share": 0.95}))
+    assert list(always.findings) == ["client limited"]
+    assert "what it held up can look so by itself" in always.unjudged[kind]
+
+
+def test_who_is_touched_by_a_stall_or_by_a_heap_by_hand() -> None:
+    def at(due: float, sent: float, end: float) -> Any:
+        return record(0, due, sent, [end], ready_ns=ns(due))
+
+    rows_ = [at(0, 0, 999), at(500, 500, 1001), at(1500, 2000, 2300), at(2200, 2200, 2250), at(2301, 2301, 2400)]
+    rows_ += [record(9, 3000, outcome="dropped")]
+    of = stopped(case(cell(rows_, load=OPEN)), (1000, 1000))
+    calm = untouched(of)
+    assert calm is not None
+    assert ((calm.cell["due_ns"] - ns(0)) / 1e6).tolist() == [0, 2301]  # 2300: the heap's last answer
+    assert untouched(dataclasses.replace(of, end={"client_cpu_share": 0.95})) is None
+    assert untouched(stopped(of, (0, 2399))) is None
+
+
 def repeated(tmp_path: Path, *made: Cell) -> tuple[results.Run, list[diagnose_report.Diagnosed]]:
     cells = [
         results.Measured(f"{i:03d}-a-p{i}", "a", "10/s", one, windows.of(one), {"reason": "exhausted"}, ())
@@ -379,6 +453,23 @@ def test_few_large_requests_fill_the_memory_before_it_is_full() -> None:
 
 def test_long_prompts_that_hold_nobody_up_are_none() -> None:
     assert kinds(one_blocks_all(15.0)) == []
+
+
+@pytest.mark.parametrize(("server", "said"), [(None, False), ({"prefill_time": 1.1}, False), (None, True)])
+def test_a_queue_that_long_prompts_stand_in_too_is_not_theirs(server: dict[str, Any] | None, said: bool) -> None:
+    assert "long prefills" not in kinds(busy_queue(server, said))
+
+
+@pytest.mark.parametrize(("prefill", "named"), [(400.0, True), (2.0, False)])
+def test_a_server_says_whether_its_prefills_are_long_enough(prefill: float, named: bool) -> None:
+    made = one_blocks_all(600.0)
+    told = scraped(**(CALM | {"prefill_time": prefill * 7 / 167}))  # a mean of 7 long and 160 short ones
+    of = dataclasses.replace(made, replicas={"http://a/metrics": told})
+    found = diagnose(of).findings
+    assert ("long prefills" in found) is named
+    if named:
+        assert "computing one takes at most 400 ms" in found["long prefills"].seen
+        assert found["long prefills"].sources == "records; prefill: the server's histogram x:prefill_time"
 
 
 def test_without_a_scrape_what_needs_one_is_not_judged() -> None:

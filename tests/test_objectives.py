@@ -205,7 +205,7 @@ def test_a_class_has_limits_of_its_own():
 
 
 @pytest.mark.parametrize(("window", "met", "missed", "said"), [
-    (Window(ns(0), ns(1e6), 0, 0, "", state=windows.GROWING, growth=4.0), "UNDECIDED", "MISSED", "grows by 4 requests/s: a longer run"),
+    (Window(ns(0), ns(1e6), 0, 0, "", state=windows.GROWING, growth=4.0), "UNDECIDED", "MISSED", "a longer run"),
     (Window(ns(0), ns(1e6), 0, 0, "", state=windows.TOO_SHORT), "UNDECIDED", "UNDECIDED", "the window is too short"),
     (Window(ns(0), ns(1e6), 0, 0, "", opened=False), "UNDECIDED", "UNDECIDED", "the window never opened"),
 ])  # fmt: skip
