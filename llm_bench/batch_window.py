@@ -1,11 +1,12 @@
 """What a batch window buys and costs: two cells with and without a delay, and what is left of an SLO's budget.
 
 A server that waits some milliseconds for a batch to fill carries more, and everyone waits. Both changes are differences
-of two measurements and have intervals of their own; no I/O.
+of two measurements and have intervals of their own; no I/O. What is carried is output tokens and what is waited for the
+first one; of answers that come whole, as those of single passes do, it is answers and their whole time.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,9 +16,10 @@ import numpy as np
 from llm_bench import metrics, stats
 from llm_bench.columns import Cell
 from llm_bench.objectives import SECTIONS, Slo
-from llm_bench.windows import Window
+from llm_bench.windows import GROWING, Window
 
-TTFT = "ttft_p95"
+MADE = {"tokens_per_second": "tokens/s", "requests_per_second": "answers/s"}  # the first that a cell has, in words
+WAITED = {"ttft_p95": "p95 TTFT", "e2e_p95": "p95 e2e"}
 
 
 class Measure(NamedTuple):
@@ -29,11 +31,14 @@ class Measure(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """One run at one load: output tokens a second, and p95 TTFT in ms."""
+    """One run at one load: MADE a second, and WAITED in ms. `offered`: it carried all that came, and could do more."""
 
     load: str
     throughput: Measure
-    ttft_p95: Measure
+    p95: Measure
+    made: str = "tokens_per_second"
+    waited: str = "ttft_p95"
+    offered: bool = False
 
 
 class Change(NamedTuple):
@@ -51,27 +56,34 @@ class Change(NamedTuple):
 
 
 class Trade(NamedTuple):
-    """`gain`: relative change of throughput; `cost_ms`: of p95 TTFT; `left_ms`: budget minus p95 with the delay."""
+    """`gain`: relative change of throughput; `cost_ms`: of the p95; `left_ms`: budget minus p95 with the delay."""
 
     load: str
     delay_ms: float  # how much longer the window is
     gain: Change | str
     cost_ms: Change | str
     left_ms: Change | str
+    base_ms: float = 0.0  # than this
+    waited: str = "ttft_p95"
+    at_least: bool = False  # one of the two carried all that came: the gain may be more
 
     @property
     def text(self) -> str:
         """2 ms buys 28% (26% to 30%) and costs 90 ms of p95 TTFT (70 to 110 ms); 290 ms of budget left (...)."""
         buys, costs, left = self.gain, self.cost_ms, self.left_ms
-        first = buys if isinstance(buys, str) else _said(buys, "buys", "loses", 100, "%")
-        second = costs if isinstance(costs, str) else f"{_said(costs, 'costs', 'saves', 1, ' ms')} of p95 TTFT"
+        least = " at least" if self.at_least else ""
+        first = buys if isinstance(buys, str) else _said(buys, f"buys{least}", f"loses{least}", 100, "%")
+        second = costs
+        if not isinstance(costs, str):
+            second = f"{_said(costs, 'costs', 'saves', 1, ' ms')} of {WAITED[self.waited]}"
         if isinstance(left, str):
             third = left
         elif left.value >= 0:
             third = f"{left.value:.3g} ms of budget left{_bounds(left, 1, ' ms')}"
         else:
             third = f"over budget by {-left.value:.3g} ms{_bounds(left, -1, ' ms')}"
-        return f"{self.load}: {self.delay_ms:.3g} ms {first} and {second}; {third}"
+        base = f" more than {self.base_ms:.3g} ms" if self.base_ms else ""
+        return f"{self.load}: {self.delay_ms:.3g} ms{base} {first} and {second}; {third}"
 
 
 def _said(change: Change, more: str, less: str, scale: float, unit: str) -> str:
@@ -90,46 +102,68 @@ def _bounds(change: Change, scale: float, unit: str, more: str = "") -> str:
 
 def arm(cell: Cell, window: Window, load: str) -> Arm:
     """A cell's two figures. Throughput's interval is t9 of ten sections of the window, p95's of order statistics."""
-    value = metrics.compute("tokens_per_second", cell, window)
-    ttft = metrics.compute(TTFT, cell, window)
-    half = None if ttft.interval is None else (ttft.interval.high - ttft.interval.low) / 2
-    return Arm(load, _throughput(cell, window, value), Measure(ttft.value, half, ttft.reason or ttft.refusal))
+    made, value = _first(MADE, cell, window)
+    waited, p95 = _first(WAITED, cell, window)
+    half = None if p95.interval is None else (p95.interval.high - p95.interval.low) / 2
+    closed = (cell.header.get("load") or {}).get("kind") == "closed"
+    measured = Measure(p95.value, half, p95.reason or p95.refusal)
+    offered = not closed and window.state != GROWING
+    return Arm(load, _throughput(made, cell, window, value), measured, made, waited, offered)
 
 
-def _throughput(cell: Cell, window: Window, value: metrics.Value) -> Measure:
+def _first(names: Iterable[str], cell: Cell, window: Window) -> tuple[str, metrics.Value]:
+    """The first of them that the cell has; where it has none, the first with its reason."""
+    found = [(name, metrics.compute(name, cell, window)) for name in names]
+    return next((of for of in found if of[1].value), found[0])
+
+
+def _throughput(made: str, cell: Cell, window: Window, value: metrics.Value) -> Measure:
     if value.value is None:
         return Measure(None, None, value.reason)
     edges = np.linspace(window.start_ns, window.end_ns, SECTIONS + 1).astype(np.int64).tolist()
     parts = []
     for start, end in pairwise(edges):
-        part = metrics.compute("tokens_per_second", cell, replace(window, start_ns=start, end_ns=end)).value
+        part = metrics.compute(made, cell, replace(window, start_ns=start, end_ns=end)).value
         if part is None:
             return Measure(value.value, None, "a tenth of the window has no such figure")
         parts.append(part)
     return Measure(value.value, stats.T9 * float(np.std(parts, ddof=1)) / math.sqrt(SECTIONS))
 
 
-def trade(without: Arm, with_delay: Arm, delay_ms: float, agreed: Slo) -> Trade:
-    """The change from one arm to the other. The budget is the SLO's limit on ttft_p95, of all classes."""
-    limit = next((x.value for x in agreed.limits if x.metric.name == TTFT and not x.of_class), None)
-    a, b = without.ttft_p95, with_delay.ttft_p95
+def trade(without: Arm, with_delay: Arm, delay_ms: float, agreed: Slo, base_ms: float = 0.0) -> Trade:
+    """The change from one arm to the other, whose window is `delay_ms` longer than the first one's of `base_ms`.
+
+    The budget is the SLO's limit on the p95 that is waited, of all classes.
+    """
+    waited = with_delay.waited
+    limit = next((x.value for x in agreed.limits if x.metric.name == waited and not x.of_class), None)
+    a, b = without.p95, with_delay.p95
     if limit is None:
-        left: Change | str = "no budget: the SLO has no limit on ttft_p95"
+        left: Change | str = f"no budget: the SLO has no limit on {waited}"
     elif b.value is None:
         left = f"no budget to be said: {b.refusal}"
     else:
         left = _change(limit - b.value, b.half, b.refusal)
-    return Trade(with_delay.load, delay_ms, _gain(without.throughput, with_delay.throughput), _difference(a, b), left)
+    cost = _difference(a, b, WAITED[waited])
+    gain = _gain(without.throughput, with_delay.throughput)
+    if (without.made, without.waited) != (with_delay.made, waited):
+        gain = cost = "is not to be compared (one of the two answered in whole, the other in tokens)"
+    elif without.offered and with_delay.offered:
+        gain = (
+            f"buys nothing that this load can show ({MADE[with_delay.made]} are what was offered, and carried, both "
+            "times: a closed loop, or more than it carries, would show it)"
+        )
+    return Trade(with_delay.load, delay_ms, gain, cost, left, base_ms, waited, without.offered != with_delay.offered)
 
 
 def _change(value: float, half: float | None, refusal: str) -> Change:
     return Change(value, None, None, refusal) if half is None else Change(value, value - half, value + half)
 
 
-def _difference(a: Measure, b: Measure) -> Change | str:
+def _difference(a: Measure, b: Measure, what: str) -> Change | str:
     """b - a; the halves of two independent intervals add in squares."""
     if a.value is None or b.value is None:
-        return f"its p95 TTFT is not known ({a.refusal or b.refusal})"
+        return f"its {what} is not known ({a.refusal or b.refusal})"
     if a.half is None or b.half is None:
         return Change(b.value - a.value, None, None, a.refusal or b.refusal)
     return _change(b.value - a.value, math.hypot(a.half, b.half), "")

@@ -129,6 +129,6 @@ def windows_section(runs: Sequence[Run], by_run: Sequence[Sequence[Carried]], as
             notes.append(f"{m.target}, {m.load}: not measured by every run")
             continue
         base_ms, base, _ = arms[0]
-        notes += [batch_window.trade(base, arm, delay - base_ms, ask.slo).text for delay, arm, _ in arms[1:]]
+        notes += [batch_window.trade(base, arm, delay - base_ms, ask.slo, base_ms).text for delay, arm, _ in arms[1:]]
         notes.append(f"{m.target}, {m.load}: {batch_window.longest([(d, v) for d, _, v in arms]).text}")
     return Section("batch_window", "Batch window", notes=notes)

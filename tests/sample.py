@@ -114,7 +114,7 @@ def closed_loop(n: int, concurrency: int, stay: float = 100.0, tokens: int = 5, 
 
 
 def stood_still(seed: int, stop: float = 8000.0, until: float = 10_500.0, n: int = 1000) -> list[Record]:
-    """Poisson arrivals of 100/s at a server that has a seat for everyone; the client stands still from `stop` to `until`
+    """Poisson arrivals of 100/s at a server with a seat for everyone; the client stands still from `stop` to `until`
     ms: what is due meanwhile it sends then, and what comes meanwhile it reads then.
     """
     rng = np.random.Generator(np.random.PCG64(seed))

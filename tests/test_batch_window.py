@@ -2,11 +2,11 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llm_bench import batch_window
 from llm_bench.batch_window import Arm, Longest, Measure, arm, longest, trade
 from llm_bench.columns import Cell
 from llm_bench.objectives import NO_SLO, parse
@@ -41,7 +41,7 @@ def test_a_change_that_is_not_proven_is_said_to_be():
 
 
 def test_what_gets_worse_and_over_the_budget_reads_so():
-    found = trade(AFTER, BEFORE._replace(ttft_p95=Measure(900.0, 20.0)), 5, SLO)
+    found = trade(AFTER, BEFORE._replace(p95=Measure(900.0, 20.0)), 5, SLO)
     assert "5 ms loses 21.9%" in found.text
     assert "costs 390 ms" in found.text
     assert "over budget by 100 ms (95%: 80 ms to 120 ms)" in found.text
@@ -49,11 +49,11 @@ def test_what_gets_worse_and_over_the_budget_reads_so():
 
 
 def test_no_interval_and_no_limit_are_said_with_their_reason():
-    bare = AFTER._replace(ttft_p95=Measure(510.0, None, "p95: ESS 40 of 100, under 150"))
+    bare = AFTER._replace(p95=Measure(510.0, None, "p95: ESS 40 of 100, under 150"))
     found = trade(BEFORE, bare, 2, NO_SLO)
     assert "costs 90 ms (no interval: p95: ESS 40 of 100, under 150)" in found.text
     assert "no limit on ttft_p95" in found.text
-    none = AFTER._replace(ttft_p95=Measure(None, None, "not streamed"), throughput=Measure(None, None, "no tokens"))
+    none = AFTER._replace(p95=Measure(None, None, "not streamed"), throughput=Measure(None, None, "no tokens"))
     text = trade(BEFORE, none, 2, SLO).text
     assert "its p95 TTFT is not known (not streamed)" in text
     assert "its throughput is not known (no tokens)" in text
@@ -75,7 +75,7 @@ def test_a_cells_figures_are_its_metrics_and_its_sections_scatter():
     stamps = (measured.event_ns - ns(0)) / 1e6
     tenths = [((stamps >= a) & (stamps < b)).sum() / 0.8 for a, b in pairwise(edges)]
     assert found.throughput.half == pytest.approx(2.262 * np.std(tenths, ddof=1) / math.sqrt(10))
-    assert found.ttft_p95.half is not None
+    assert found.p95.half is not None
     slower = arm(served(1000, 140, 2), window, "rate=100/s")
     moved = trade(found, slower, 2, SLO)
     assert not isinstance(moved.cost_ms, str)
@@ -87,7 +87,7 @@ def test_a_cells_figures_are_its_metrics_and_its_sections_scatter():
 
 def test_a_cell_without_tokens_has_no_figure():
     found = arm(cell([record(0, 10, outcome="failed", end=20)]), Window(ns(0), ns(100), 0, 1, ""), "c=1")
-    assert found.ttft_p95.value is None
+    assert found.p95.value is None
     assert isinstance(trade(BEFORE, found, 2, SLO).gain, str)
 
 
@@ -106,4 +106,40 @@ def test_the_longest_window_in_words():
         "the longest window proven to meet the SLO is 2 ms, 10 ms does not; undecided: 5 ms"
     )
     assert Longest(None, None, ()).text == "no window measured is proven to meet the SLO, none measured misses it"
-    assert batch_window.TTFT == "ttft_p95"
+
+
+def test_what_was_offered_and_carried_both_times_shows_no_gain():
+    open_ = BEFORE._replace(offered=True)
+    text = trade(open_, AFTER._replace(offered=True), 2, SLO).text
+    assert "2 ms buys nothing that this load can show (tokens/s are what was offered, and carried, both times" in text
+    assert "costs 90 ms" in text
+    # Overloaded without it, and all carried with it: it may be more than what came.
+    assert "2 ms buys at least 28%" in trade(BEFORE, AFTER._replace(offered=True), 2, SLO).text
+    assert "2 ms more than 5 ms buys 28%" in trade(BEFORE, AFTER, 2, SLO, base_ms=5).text
+
+
+def whole(stay: float, slots: int, kind: dict[str, Any]) -> Arm:
+    """Single passes of `stay` ms, one after another on each of `slots`."""
+    rng = np.random.Generator(np.random.PCG64(3))
+    rows = [
+        record(i, at := (i // slots + i % slots / slots) * stay, end=at + stay * (0.9 + 0.09 * rng.random()),
+               tokens_out=-1, text_bytes=0)
+        for i in range(4000)
+    ]  # fmt: skip
+    window = Window(ns(1000), ns(9000), 100, 800, "", state="stationary")
+    return arm(cell(rows, load=kind), window, "c=8")
+
+
+def test_of_answers_that_come_whole_answers_a_second_and_their_time_are_traded():
+    closed = {"kind": "closed", "concurrency": 8}
+    found = trade(whole(40, 8, closed), whole(50, 10, closed), 10, parse("e2e_p95<60ms"))
+    assert (found.waited, found.at_least) == ("e2e_p95", False)
+    text = found.text
+    assert "10 ms loses 0" in text or "10 ms buys 0" in text  # 200 a second both times
+    # 95% of 0.9 to 0.99 of 40 and 50 ms: 39.4 and 49.3 ms.
+    assert "costs 9.86 ms (95%: " in text
+    assert " of p95 e2e; 10.7 ms of budget left (95%: " in text
+    assert "no limit on e2e_p95" in trade(whole(40, 8, closed), whole(50, 10, closed), 10, SLO).text
+    assert whole(40, 8, {"kind": "open", "rate": 200.0}).offered
+    assert not whole(40, 8, closed).offered
+    assert "is not to be compared" in trade(BEFORE, whole(40, 8, closed), 10, SLO).text
