@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from llm_bench import capacity
 from llm_bench.capacity import Fleet, Prices
-from llm_bench.capacity_ask import Ask, Demand, Figure, Section, digits
+from llm_bench.capacity_ask import Ask, Demand, Figure, Section, digits, of_one
 from llm_bench.carried import Bracket
+from llm_bench.printable import counted
 
 
 class Answers(NamedTuple):
@@ -52,7 +53,7 @@ def fleet(ask: Ask, each: float, best: float | None, answers: Answers, how: str)
             "replicas",
             f"ceil({digits(target)}/s / {digits(each)}/s), {how}",
         ),
-        Figure("total", "replicas with spares", of.total, "replicas", f"{of.active} + {of.spares} spares"),
+        Figure("total", "replicas with spares", of.total, "replicas", f"{of.active} + {counted(of.spares, 'spare')}"),
     ]
     if answers.stay_s:
         in_flight = capacity.concurrency(target, answers.stay_s)
@@ -108,16 +109,16 @@ def _growth(of: Fleet, demand: Demand) -> Figure:
 
 def _cost(of: Fleet, ask: Ask, prices: Prices, demand: float, tokens_out: float | None) -> Section:
     money, within = ask.money or "money", " within the SLO" if ask.slo.limits else ""  # assumed figures meet none
-    hourly = f"{prices.accelerators} x {prices.accelerator_hour:g}/h x {of.total} replicas"
+    hourly = f"{prices.accelerators} x {prices.accelerator_hour:g}/h x {counted(of.total, 'replica')}"
     hourly += f" + {prices.other_hour:g}/h telemetry and gateway" if prices.other_hour else ""
     notes = [f"{name}: {source}" for name, source in prices.sources.items()]
     found = capacity.cost(of, prices, demand, tokens_out or 1.0)
     figures = [Figure("per_hour", "cost per hour", found.per_hour, f"{money}/h", hourly)]
     answers, name = found.served * capacity.HOURS_S, f"cost per 1M output tokens{within}"
     if tokens_out:
-        how = f"at {digits(found.served)}/s x {digits(tokens_out)} tokens x 3,600 s = {digits(answers * tokens_out)} "
+        how = f"at {digits(found.served)}/s x {of_one(tokens_out, 'token')} x 3,600 s = {digits(answers * tokens_out)} "
         figures.append(Figure("per_million", name, found.per_million, money, f"{how}tokens an hour"))
-        how = f"of {digits(tokens_out)} tokens"
+        how = f"of {of_one(tokens_out, 'token')}"
     else:
         figures.append(Figure("per_million", name, None, money, "how many tokens an answer has is not known"))
         how = f"at {digits(found.served)}/s x 3,600 s = {digits(answers)} answers an hour"

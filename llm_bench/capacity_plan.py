@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from llm_bench import capacity, capacity_fleet, carried, curves, knobs, kv_gauge, kv_plan, windows
 from llm_bench.capacity import Ceiling, Prices
-from llm_bench.capacity_ask import Ask, Figure, Section, Table, WhatIf, digits
+from llm_bench.capacity_ask import Ask, Figure, Section, Table, WhatIf, digits, of_one
 from llm_bench.capacity_fleet import Answers
 from llm_bench.carried import Bracket, Busiest, Carried, Resident
 from llm_bench.curves import Estimate, Fit
 from llm_bench.errors import BenchError
 from llm_bench.evidence import SERVERS
+from llm_bench.printable import counted
 from llm_bench.results import Measured, Run
 
 _KINDS = {"closed": "closed loop", "open": "open loop", "replay": "replay"}
@@ -58,7 +59,7 @@ def _ceilings(
     """`busiest`: the measured cell that `given` has its token rate and answers from."""
     found = []
     if given.tokens_per_second is not None and given.tokens_out is not None:
-        how = f"{digits(given.tokens_per_second)} tokens/s / {digits(given.tokens_out)} tokens an answer"
+        how = f"{digits(given.tokens_per_second)} tokens/s / {of_one(given.tokens_out, 'token')} an answer"
         how += f" at {busiest.cell.load}; {busiest.text}" if busiest else ""
         most = capacity.ceiling(given.tokens_per_second, given.tokens_out)
         found.append(Ceiling(TOKEN_RATE, most, how))
@@ -74,11 +75,12 @@ def _ceilings(
         sections.append(section)
         stay_s = held.active_s if held is not None else given.stay_s
         if sequences is not None and stay_s:
-            how = f"{digits(sequences)} sequences fit / {digits(stay_s)} s that each holds its blocks (Little's law)"
+            how = f"{of_one(sequences, 'sequence')} in its memory / {digits(stay_s)} s that each holds its blocks"
+            how += " (Little's law)"
             found.append(Ceiling("KV memory", capacity.rate_of(sequences, stay_s), how))
         roof = next((f.value for f in section.figures if f.key == "memory_roof"), None)
         if roof and given.tokens_out and roof < (given.tokens_per_second or 0.0):
-            how = f"{digits(roof)} tokens/s / {digits(given.tokens_out)} tokens an answer: fewer than the rate given"
+            how = f"{digits(roof)} tokens/s / {of_one(given.tokens_out, 'token')} an answer: fewer than the rate given"
             found.append(Ceiling("memory bandwidth", capacity.ceiling(roof, given.tokens_out), how))
     if found:
         lowest = capacity.binding(found)
@@ -346,7 +348,7 @@ def _curves(bracket: Bracket, at_loads: Sequence[float]) -> Section | None:
     forms = ("usl", "two segments") if closed else ("two segments",)
     usable = [c for c in bracket.cells if c.level > 0]
     if len(usable) < curves.LEAST_LOADS:
-        few = f"{len(usable)} loads were measured, a curve needs {curves.LEAST_LOADS}: --at-load cannot be answered"
+        few = f"{counted(len(usable), 'load')} measured, a curve needs {curves.LEAST_LOADS}: --at-load has no answer"
         return Section("curves", "Curves", notes=[few]) if at_loads else None
     what = (("throughput", "throughput", "tokens/s"), ("ttft", "mean TTFT", "s"), ("tpot", "mean TPOT", "s"))
     for key, name, unit in what:

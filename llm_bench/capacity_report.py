@@ -22,7 +22,7 @@ def shown(figure: Figure) -> str:
         return f"{value:,.0f} bytes" if value < 1_000_000 else kv_cache.size(value)
     if unit == "share":
         return f"{value:.2%}"
-    if value == 1 and unit in ("replicas", "requests", "sequences", "days"):
+    if value == 1 and unit in ("replicas", "requests", "sequences", "days", "tokens"):
         unit = unit.removesuffix("s")
     return f"{digits(value)}{unit}" if unit.startswith("/") else f"{digits(value)} {unit}".removesuffix(" 1").rstrip()
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_bench.errors import BenchError
+from llm_bench.printable import counted
 
 REACH = 2.0  # times the largest load measured: further out a fit says what its form says, and no longer the data
 LEAST_POINTS = {"usl": 6, "two segments": 5}  # AICc is defined from parameters + 3 on
@@ -217,7 +218,7 @@ def _fit(loads: Sequence[float], rates: Sequence[float] | np.ndarray, forms: Seq
     able = [form for form in forms if len(n) >= LEAST_POINTS[form] and (form != "usl" or n[0] >= 1)]
     if not able:
         least = min(LEAST_POINTS[form] for form in forms)
-        raise BenchError(f"curve: {len(n)} points, at least {least} are needed to choose a form by AICc")
+        raise BenchError(f"curve: {counted(len(n), 'point')}, at least {least} are needed to choose a form by AICc")
     fits = sorted((_one(form, n, log_x, latency) for form in able), key=lambda fit: fit.aicc)
     best, *others = fits
     left = [form for form in forms if form not in able]

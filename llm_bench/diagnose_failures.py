@@ -44,7 +44,7 @@ def failed_requests(case: Case) -> Finding | None:
     if lost == total:
         left = "none was answered: there is no latency, and no other cause can be looked for in it"
     return Finding(
-        f"{lost:,} of {total:,} requests {of} failed ({lost / total:.1%}): {_in_words(kinds)}; "
+        f"{lost:,} of {printable.counted(total, 'request')} {of} failed ({lost / total:.1%}): {_in_words(kinds)}; "
         f"{_when(case, mine, failed)}; {left}",
         "sure",
         "records",

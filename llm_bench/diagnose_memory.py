@@ -5,6 +5,7 @@ import re
 import numpy as np
 
 from llm_bench.evidence import LEAST_BINS, Case, Finding
+from llm_bench.printable import counted
 from llm_bench.series import outcome_in
 
 KV_FULL = 0.9  # on average; or so full that one more request like those in it would not fit
@@ -47,7 +48,7 @@ def preemptions(case: Case) -> Finding | None:
     grown = _context_growth(case)
     full = "" if kv is None else f"; KV memory was up to {kv:.0%} full"
     return Finding(
-        f"{count:.0f} preemptions where {ended} requests ended{full}"
+        f"{counted(count, 'preemption', '.0f')} where {counted(ended, 'request')} ended{full}"
         + (f"; requests of the second half hold {grown:.1f} times the tokens of the first" if grown else ""),
         "sure",
         case.names("preemptions", "kv_usage"),

@@ -60,7 +60,8 @@ def name_of(case: Case, index: int) -> str:
 def text(of: OfUrl) -> str:
     """`http://a:8000: 500 requests, 0 failed, median TTFT 50.0 ms, TPOT 20.0 ms, e2e 130.0 ms`."""
     medians = ", ".join(f"{NAMES[name]} {ms:.1f} ms" for name, ms in of.median_ms.items())
-    return f"{of.url}: {of.requests} requests, {of.failed} failed{f', median {medians}' if medians else ''}"
+    requests = printable.counted(of.requests, "request")
+    return f"{of.url}: {requests}, {of.failed} failed{f', median {medians}' if medians else ''}"
 
 
 def needs_replicas(case: Case) -> str:
@@ -70,7 +71,10 @@ def needs_replicas(case: Case) -> str:
     if len(by_url) > 1:
         least = PARTS * LEAST_IN_PART
         few = [of for of in by_url if of.requests < least]
-        return f"{few[0].url} had {few[0].requests} requests in the window, {least} are needed of each" if few else ""
+        if not few:
+            return ""
+        had = printable.counted(few[0].requests, "request")
+        return f"{few[0].url} had {had} in the window, {least} are needed of each"
     if len(case.urls) > 1:
         return (
             "the target has several URLs and the records do not say which one answered; give each replica's metrics: "

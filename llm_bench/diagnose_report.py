@@ -11,6 +11,7 @@ from llm_bench.decompose import Decomposition, pooled
 from llm_bench.diagnose import Diagnosis, diagnose
 from llm_bench.errors import BenchError
 from llm_bench.evidence import SERVERS, SUREST, Case, Finding, related
+from llm_bench.printable import counted
 from llm_bench.results import Measured, Run
 from llm_bench.server_metrics import Figure, Figures
 from llm_bench.server_names import METRICS_OF
@@ -53,9 +54,9 @@ def _case(run: Run, m: Measured) -> tuple[Case, list[str]]:
     lines = [f"{name}: every {found.every_s:g} s, {figures.edges()}" for name, figures in of.items()]
     for source in found.sources:
         if source.name not in of:
-            lines.append(f"{source.name}: {len(source.points)} scrapes, too few in or around the window")
+            lines.append(f"{source.name}: {counted(len(source.points), 'scrape')}, too few in or around the window")
         if source.errors:
-            lines.append(f"{source.name}: {len(source.errors)} scrapes failed, first: {source.errors[0]}")
+            lines.append(f"{source.name}: {counted(len(source.errors), 'scrape')} failed, first: {source.errors[0]}")
     return case, [*lines, found.cost]
 
 
@@ -172,7 +173,7 @@ def _time(parts: Decomposition | None) -> list[str]:
     if parts.unknown:
         verdict = f"{' and '.join(parts.unknown)} unknown, and in the rest"
     lines = [
-        f"where the time went, mean of {parts.requests} ok requests: e2e {_ms(parts.e2e_ms)} = "
+        f"where the time went, mean of {counted(parts.requests, 'ok request')}: e2e {_ms(parts.e2e_ms)} = "
         f"{' | '.join(shown)} (rest {parts.error:.1%} of it: {verdict})"
     ]
     why: dict[str, list[str]] = {}
@@ -203,14 +204,16 @@ def _figures(case: Case) -> list[str]:
 
 
 _OF_ONE = {
-    "running": " requests",
-    "waiting": " requests",
+    "running": "request",
+    "waiting": "request",
 }  # what a metric whose unit is 1 counts, where its name does not
 
 
 def _figure(metric: str, of: Figure, figures: Figures) -> str:
     kind, unit = METRICS_OF[metric].kind, METRICS_OF[metric].unit
-    words = _OF_ONE.get(metric, "") if unit in ("1", "share") else f" {unit}"
+    words = "" if unit in ("1", "share") else f" {unit}"
+    if metric in _OF_ONE:
+        words = f" {_OF_ONE[metric]}{'' if of.value == 1 else 's'}"
     name = metric.replace("_", " ")
     if of.value is None:
         return f"{name} –"

@@ -8,6 +8,7 @@ from llm_bench.capacity import Prices
 from llm_bench.capacity_ask import Ask, Section, Table, digits
 from llm_bench.carried import Bracket, Carried
 from llm_bench.errors import BenchError
+from llm_bench.printable import counted
 from llm_bench.results import Run
 
 
@@ -113,7 +114,8 @@ def settings_section(ways: Sequence[Setting], money: str) -> Section:
 def windows_section(runs: Sequence[Run], by_run: Sequence[Sequence[Carried]], ask: Ask) -> Section:
     """The batch-window trade at each load that all runs share."""
     if len(ask.delays_ms) != len(runs):
-        raise BenchError(f"--window-delay: {len(ask.delays_ms)} delays for {len(runs)} runs; expected one a run")
+        given = counted(len(ask.delays_ms), "delay")
+        raise BenchError(f"--window-delay: {given} for {counted(len(runs), 'run')}; expected one a run")
     order = sorted(range(len(runs)), key=lambda i: ask.delays_ms[i])
     notes = []
     first = runs[order[0]]

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llm_bench import carried
-from llm_bench.capacity_ask import Figure, Section, Table, digits
+from llm_bench.capacity_ask import Figure, Section, Table, digits, of_one
 from llm_bench.carried import Resident
+from llm_bench.printable import counted
 from llm_bench.results import Measured
 from llm_bench.server_metrics import Figures, total
 
@@ -91,7 +92,7 @@ def _row(m: Measured, server: Figures) -> tuple[tuple[str | float | None, ...], 
     if isinstance(held, str):
         return (*begin, None, f"{usage:.2%}", pool, gauge, "–"), [held]
     mine = tokens_held(held, server.seconds)
-    notes = [f"a sequence counts {held.begins}, in blocks of {held.block_size} tokens"]
+    notes = [f"a sequence counts {held.begins}, in blocks of {counted(held.block_size, 'token')}"]
     notes += [f"left out of the records' figure: {held.left_out}"] if held.left_out else []
     if server.scrapes < FEW_SCRAPES:
         notes.append(f"{server.scrapes} scrapes are few: a shorter --scrape-every makes the gauge's mean a better one")
@@ -119,7 +120,7 @@ def _suggests(apart: float, held: Resident, server: Figures, gauge: float) -> st
     if apart > 0:
         if running is not None and running > OTHERS * had:
             return (
-                f"the server ran {digits(running)} sequences, the records have {digits(had)} that held something: "
+                f"the server ran {of_one(running, 'sequence')}, the records have {digits(had)} that held something: "
                 "others' requests are in its memory, or the time before the first token, which is not told"
             )
         return (

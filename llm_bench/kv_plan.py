@@ -1,8 +1,9 @@
 """The KV memory of a replica as a section of a plan: what a token, a sequence and a context take, and what fits."""
 
 from llm_bench import capacity, kv_cache
-from llm_bench.capacity_ask import Figure, Hardware, Section, Table, digits
+from llm_bench.capacity_ask import Figure, Hardware, Section, Table, digits, of_one
 from llm_bench.carried import Resident
+from llm_bench.printable import counted
 
 CONTEXTS = (1024, 4096, 16_384, 65_536, 131_072)  # of the table of what fits
 
@@ -76,7 +77,7 @@ def _bytes_of(hw: Hardware, tokens: float) -> float:
 def _held_bytes(hw: Hardware, held: Resident | None, tokens: float | None) -> tuple[float, str, list[str]] | None:
     """(bytes, how, remarks) of a mean active sequence."""
     if tokens is not None:
-        return _bytes_of(hw, tokens), f"{digits(tokens)} tokens, assumed, in blocks of {hw.block_size}", []
+        return _bytes_of(hw, tokens), f"{of_one(tokens, 'token')}, assumed, in blocks of {hw.block_size}", []
     if held is None:
         return None
     slides = hw.shape is not None and any(layer.window is not None for layer in hw.shape.layers)
@@ -84,15 +85,16 @@ def _held_bytes(hw: Hardware, held: Resident | None, tokens: float | None) -> tu
     seconds = held.private if shared else held.seconds
     blocks = held.private_blocks if shared else held.blocks
     total = sum(s * _bytes_of(hw, b * hw.block_size) for b, s in enumerate(seconds.tolist()) if s)
+    of = f"{counted(blocks, 'block', '.4g')} of {counted(hw.block_size, 'token')}"
     how = (
-        f"time-weighted mean of {held.sequences:,} sequences, {blocks:.4g} blocks of {hw.block_size} tokens, "
-        f"{held.begins}; the longest held {held.most:,}"
+        f"time-weighted mean of {counted(held.sequences, 'sequence')}, {of}, {held.begins}; the longest held "
+        f"{held.most:,}"
     )
     remarks = [f"left out of what sequences held: {held.left_out}"] if held.left_out else []
     if shared:
         remarks.append(
-            f"blocks taken from the server's cache are taken off ({held.blocks:.4g} blocks with them); the shared "
-            "blocks themselves, held once, are not counted"
+            f"blocks taken from the server's cache are taken off ({counted(held.blocks, 'block', '.4g')} with them); "
+            "the shared blocks themselves, held once, are not counted"
         )
     elif held.shared:
         remarks.append("sliding layers: blocks shared with other sequences are not taken off")

@@ -16,6 +16,7 @@ from llm_bench import metrics, slo, stats, windows
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
 from llm_bench.metrics import QUANTILES, WHOLE, Metric, Value
+from llm_bench.printable import counted
 from llm_bench.series import SERIES, Bound, Context, due_in, outcome_in
 from llm_bench.stats import Interval
 from llm_bench.windows import Window
@@ -257,9 +258,18 @@ def _figure(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo)
     shown = _shown(value.value, value.unit)
     if limit.metric.reducer in ("max", "min"):
         lost = int((due_in(cell, window) & outcome_in(cell, "failed", "dropped")).sum())
-        why = f"{shown}, of the {value.n:,} requests measured"
+        why = f"{shown}, of the {counted(value.n, 'request')} measured"
         if lost and limit.metric.better == "lower":  # a failure ranks above every latency
-            return Judged(limit, "MISSED", f"{lost:,} failed or were dropped; {why}", value, None, None, None, value.n)
+            return Judged(
+                limit,
+                "MISSED",
+                f"{lost:,} failed or {'was' if lost == 1 else 'were'} dropped; {why}",
+                value,
+                None,
+                None,
+                None,
+                value.n,
+            )
         verdict: Verdict = "MET" if within(np.array(value.value), limit.value) else "MISSED"
         return Judged(limit, verdict, why, value, None, None, None, value.n)
     spread = _SHARES[limit.metric.name](cell, window) if limit.metric.name in _SHARES else value.interval

@@ -28,6 +28,11 @@ def lines(text: str, *, colour: bool = False) -> str:
     return "\n".join(map(clean, text.replace("\r\n", "\n").split("\n")))
 
 
+def counted(n: float, what: str, digits: str = ",") -> str:
+    """`1 request`, `2 requests`, `1,000 requests`: for words that add an s. `digits`: how the number is written."""
+    return f"{n:{digits}} {what}" if n == 1 else f"{n:{digits}} {what}s"
+
+
 def cleaned(value: Any) -> Any:
     """A JSON value with each text in it, keys too, as `clean` has it."""
     if isinstance(value, str):

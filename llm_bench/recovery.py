@@ -290,7 +290,9 @@ def _judged(seen: _Seen, found: Recovery, end_ns: int, before: Before, bounds: _
         many = int(((seen.due >= begun_ns) & (seen.due < end_ns)).sum())
         next_ = "until the next fault" if reason == "next" else "until the load ended"
         many_due = f"{_due(many)} in the {max(due_s, 0):.3g} s {next_}"
-        why = f"{many_due}, too few for windows of {before.window_s:g} s"
+        short = due_s < 2 * before.window_s
+        least = f"{2 * before.window_s:g} s of load" if short else f"{LEAST} requests that begin one"
+        why = f"{many_due}: windows of {before.window_s:g} s need at least {least}"
         return _counted(seen, found._replace(why=why), end_ns)
     hit = bool((~good).any()) or silenced or (found.failed > 0 and before.error_rate == 0)
     if not hit:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from llm_bench.objectives import Limit, Verdict
+from llm_bench.printable import counted
 from llm_bench.search_evidence import Limited, Seen, judge, least_requests, pooled
 
 By = Literal["concurrency", "rate"]
@@ -270,7 +271,7 @@ def _again(plan: Plan, seen_: Sequence[Seen], point: Point, why: str) -> Probe:
     """As many requests as it has had, so that they double. Fewer would be as many looks, each a chance to be wrong."""
     asks = [x.needs for x in point.limits if x.verdict == "UNDECIDED" and x.needs]
     if asks:
-        why += f": about {max(asks):,} requests would decide it, it has had {point.window:,}"
+        why += f": about {counted(max(asks), 'request')} would decide it, it has had {point.window:,}"
     return Probe(point.load, point.requests, _takes(plan, seen_, point.load, point.requests), why)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from llm_bench import grid
 from llm_bench.objectives import Limit
+from llm_bench.printable import counted
 from llm_bench.search import Answer, Plan, Point, Probe, Result
 
 SCHEMA = 1  # of the JSON document; counts up when a key changes its meaning
@@ -76,7 +77,8 @@ def remarks(answer: Answer, plan: Plan) -> list[str]:
     lines += [f"not asked for, and not proven but not missed: {limit.text}" for limit in _guards(plan)]
     lines += [f"next would be {_next(probe, plan)}" for probe in answer.asks]
     spent = f"{answer.spent_s:.0f} of {plan.budget_s:.0f} s"
-    return [*lines, f"{sum(p.requests for p in answer.points):,} requests in {_cells(answer)} cells, {spent} of budget"]
+    sent = counted(sum(p.requests for p in answer.points), "request")
+    return [*lines, f"{sent} in {counted(_cells(answer), 'cell')}, {spent} of budget"]
 
 
 def _guards(plan: Plan) -> Sequence[Limit]:
@@ -88,7 +90,9 @@ def _cells(answer: Answer) -> int:
 
 
 def _next(probe: Probe, plan: Plan) -> str:
-    return f"{probe.requests:,} requests at {plan.label(probe.load)} ({probe.why}), about {probe.seconds:.0f} s"
+    return (
+        f"{counted(probe.requests, 'request')} at {plan.label(probe.load)} ({probe.why}), about {probe.seconds:.0f} s"
+    )
 
 
 def _title(result: Result) -> str:

@@ -19,6 +19,7 @@ from llm_bench.client import CLIENT_LIMITED
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.objectives import Slo
 from llm_bench.plan import Load
+from llm_bench.printable import counted
 from llm_bench.request import Request
 from llm_bench.run import Arm, Ended, Job
 from llm_bench.search import Answer, By, Plan, Probe, Result
@@ -127,7 +128,7 @@ class _Searched:
     def run(self, say: Say, live: Say) -> tuple[Result, Ended]:
         name = self._arm.target.name
         if self.seen:
-            say(f"{name}: {len(self.seen)} cells measured before: {so_far(self._answer(), self.plan)}")
+            say(f"{name}: {counted(len(self.seen), 'cell')} measured before: {so_far(self._answer(), self.plan)}")
         while True:
             step = search.step(self.plan, self.seen, self._spent_s())
             if isinstance(step, Answer):

@@ -13,6 +13,7 @@ import numpy as np
 from llm_bench import steady
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
+from llm_bench.printable import counted
 
 BY_CLIENT = "no more than this client's own lateness explains"  # said of a backlog that grows, but not in time
 STATIONARY, WARMING, TOO_SHORT, GROWING = "stationary", "warming", "too short", "growing without bound"
@@ -105,14 +106,16 @@ def closed(
     wave = min(concurrency, len(begun_ns))
     asked = 2 * concurrency if warmup is None else round(warmup)
     if len(ends) <= asked or not wave:
-        return _never(cell, f"{len(ends)} requests ended, warm-up takes {asked}", wave)
+        return _never(cell, f"{counted(len(ends), 'request')} ended, warm-up takes {asked}", wave)
     warm_ns = max(int(freed_ns[:wave].max()), int(ends[asked - 1]) if asked else 0)
     at_ns, level = steps(slot_ns, freed_ns) if has_sessions(cell) else in_flight(cell)
     full = np.flatnonzero(level >= concurrency)
     # In flight stays at N from one step to the next: the moment may lie inside a step that began in warm-up.
     full = full[np.append(at_ns[1:], at_ns[-1:])[full] > warm_ns]
     if not len(full):
-        return _never(cell, f"never {concurrency} in flight after the first wave and {asked} requests ended", wave)
+        return _never(
+            cell, f"never {concurrency} in flight after the first wave and {counted(asked, 'request')} ended", wave
+        )
     start_ns = max(warm_ns, int(at_ns[full[0]]))
     unfilled = freed_ns[freed_ns > begun_ns[-1]]
     shown_ns = int(unfilled.min()) if len(unfilled) else 0
@@ -122,13 +125,15 @@ def closed(
     if end_ns <= start_ns:
         return _never(cell, "the last request had left before the first wave and warm-up ended", wave)
     rule = (
-        f"closed loop: from {concurrency} in flight after {asked} requests and the first wave of {wave} had ended, "
-        f"to {why}"
+        f"closed loop: from {concurrency} in flight after {counted(asked, 'request')} and the first wave of {wave} had "
+        f"ended, to {why}"
     )
     requests = _due_in(cell, start_ns, end_ns)
     window = Window(start_ns, end_ns, int((due < start_ns).sum()), requests, rule, wave)
     if requests < LEAST_WAVES * concurrency:
-        return replace(window, state=TOO_SHORT, evidence=f"{requests} requests, at least {LEAST_WAVES * concurrency}")
+        return replace(
+            window, state=TOO_SHORT, evidence=f"{counted(requests, 'request')}, at least {LEAST_WAVES * concurrency}"
+        )
     return _drifting(cell, _settled(cell, window))
 
 
@@ -171,7 +176,7 @@ def open_(cell: Cell, warmup_s: float | None = None, cap: int | None = None) -> 
         per_second = min(growth.per_second or growth.gained / window.seconds, requests / window.seconds)
         return replace(window, state=GROWING, growth=per_second, evidence=_trends(growth))
     if requests < LEAST_OPEN:
-        return replace(window, state=TOO_SHORT, evidence=f"{requests} requests, at least {LEAST_OPEN}")
+        return replace(window, state=TOO_SHORT, evidence=f"{counted(requests, 'request')}, at least {LEAST_OPEN}")
     if _filled_ns(cell) >= last:
         return replace(window, state=TOO_SHORT, evidence="the first requests stayed for longer than the window")
     untested = f"growth untested: under {GROWTH_INSTANTS} moments of arrival"
@@ -247,10 +252,10 @@ def _settled(cell: Cell, window: Window) -> Window:
         early_ms, rest_ms = float(early.mean()), float(rest.mean())
         if abs(early_ms - rest_ms) > APART * error:
             settling = Settling(start.cut, len(latency_ms), warmup, start.too_short, early_ms, rest_ms)
-    found = f"a warm-up of {warmup} of {len(latency_ms)} requests is enough"
+    found = f"a warm-up of {warmup} of {counted(len(latency_ms), 'request')} is enough"
     found += f" (MSER-5 would take {start.cut}, which changes little)" if start.cut > warmup else " (MSER-5)"
     if settling:
-        found = f"steady state begins after {settling.after} of {len(latency_ms)} requests (MSER-5)"
+        found = f"steady state begins after {settling.after} of {counted(len(latency_ms), 'request')} (MSER-5)"
     state = STATIONARY if settling is None else TOO_SHORT if settling.half else WARMING
     evidence = "; ".join(filter(None, [found, window.evidence]))
     return replace(window, state=state, settling=settling, evidence=evidence)

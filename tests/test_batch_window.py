@@ -2,16 +2,22 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from llm_bench import capacity_plan
 from llm_bench.batch_window import Arm, Longest, Measure, arm, longest, trade
+from llm_bench.capacity_ask import Ask
 from llm_bench.columns import Cell
 from llm_bench.objectives import NO_SLO, parse
 from llm_bench.windows import Window
+from reference_engine.config import EngineConfig
+from tests import simulated
 from tests.sample import cell, ns, record
+from tests.test_carried import run_of
 
 SLO = parse("ttft_p95<800ms,error_rate<1%")
 BEFORE = Arm("rate=20/s", Measure(1000.0, 10.0), Measure(420.0, 12.0))
@@ -124,7 +130,7 @@ def whole(stay: float, slots: int, kind: dict[str, Any]) -> Arm:
     rows = [
         record(i, at := (i // slots + i % slots / slots) * stay, end=at + stay * (0.9 + 0.09 * rng.random()),
                tokens_out=-1, text_bytes=0)
-        for i in range(4000)
+        for i in range(2000)
     ]  # fmt: skip
     window = Window(ns(1000), ns(9000), 100, 800, "", state="stationary")
     return arm(cell(rows, load=kind), window, "c=8")
@@ -143,3 +149,23 @@ def test_of_answers_that_come_whole_answers_a_second_and_their_time_are_traded()
     assert whole(40, 8, {"kind": "open", "rate": 200.0}).offered
     assert not whole(40, 8, closed).offered
     assert "is not to be compared" in trade(BEFORE, whole(40, 8, closed), 10, SLO).text
+
+
+def test_a_delay_that_a_server_really_makes_is_what_the_plan_says_it_costs(tmp_path: Path):
+    """Two-token answers four times a second: who comes to an idle engine waits the whole window for company."""
+    runs, p95 = [], {}
+    load = {"kind": "open", "rate": 4.0, "label": "rate=4/s", "warmup": 0.0}
+    for wait in (0, 50):
+        engine = EngineConfig(model="sim:7b-h100", batching="dynamic", max_wait_ms=wait)
+        rows = simulated.served(engine, simulated.poisson(4.0, 800, [(40, 2)]))
+        runs.append(run_of(tmp_path / f"wait{wait}", {"000-a": (rows, load)}))
+        window = runs[-1].cells[0].window
+        p95[wait] = np.quantile([(r.event_ns[0] - r.due_ns) / 1e6 for r in rows if r.due_ns < window.end_ns], 0.95)
+    sections = capacity_plan.plan(runs, Ask(parse("ttft_p95<200ms"), delays_ms=(0.0, 50.0)))
+    (section,) = (s for s in sections if s.key == "batch_window")
+    said, longest_ = section.notes
+    assert p95[0] < 50 < p95[50] < 100
+    assert "50 ms buys nothing that this load can show" in said
+    assert f"costs {p95[50] - p95[0]:.3g} ms (95%: " in said
+    assert f"{200 - p95[50]:.3g} ms of budget left (95%: " in said
+    assert "the longest window proven to meet the SLO is 50 ms, none measured misses it" in longest_

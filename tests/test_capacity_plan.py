@@ -4,6 +4,7 @@ import datetime
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from llm_bench.capacity_ask import Ask, Demand, Figure, Hardware, Section, Table
 from llm_bench.errors import BenchError
 from llm_bench.kv_cache import GIB, Memory
 from llm_bench.objectives import parse
+from llm_bench.results import Run
 from tests.sample import record
 from tests.test_carried import closed, run_of, slots, sweep
 from tests.test_kv_cache import DEEPSEEK_V3, LLAMA3_8B, MISTRAL_7B
@@ -227,6 +229,50 @@ def test_a_run_that_carried_more_than_memory_allows_is_a_doubt(measured):
     assert "KV memory binds" in notes(sections, "ceilings")
 
 
+def two_mixes(tmp_path: Path) -> Run:
+    """c=2 within the SLO, whose contexts grow over a block's edge; c=4 beyond it, with longer ones."""
+    short, long = slots(400, 2, 100, 20), slots(400, 4, 100, 50)
+    for row in short:
+        row.tokens_in = 30  # 31, 32, 33, 34 tokens for 20 ms each: 2, 2, 3 and 3 blocks of 16
+    return run_of(tmp_path / "r", {"000-a-c=2": (short, closed(2)), "001-a-c=4": (long, closed(4))})
+
+
+def test_what_a_sequence_holds_is_measured_at_the_load_that_is_planned_with(tmp_path):
+    run = two_mixes(tmp_path)
+    left = 24 * GIB * 0.9 - WEIGHTS - GIB
+    sections = capacity_plan.plan([run], Ask(parse("ttft_p95<40ms"), hardware()))
+    each = 2.5 * 16 * 131_072
+    kv = figures(sections, "kv_memory")
+    assert (kv["sequence_bytes"], kv["sequences"]) == pytest.approx((each, left / each))
+    assert figures(sections, "ceilings")["KV_memory"] == pytest.approx(left / each / 0.1)  # for 100 ms from being sent
+    assert "sequences and stays: of c=2" in notes(sections, "kv_memory")
+    # No load within the SLO: of the one that made most, 101 to 104 tokens in 7 blocks.
+    none = capacity_plan.plan([run], Ask(parse("ttft_p95<1ms"), hardware()))
+    assert figures(none, "kv_memory")["sequence_bytes"] == pytest.approx(7 * 16 * 131_072)
+    assert "sequences and stays: of c=4" in notes(none, "kv_memory")
+
+
+def test_a_server_that_tells_its_queue_holds_blocks_from_then_on(tmp_path):
+    rows = slots(400, 4, 100, 60)
+    for row in rows:
+        row.tokens_in, row.server_queue_ms = 30, 50.0
+    sections = capacity_plan.plan([run_of(tmp_path / "r", {"000-a-c=4": (rows, closed(4))})], Ask(SLO, hardware()))
+    # 10 ms of prefill with 30 tokens, then 31 to 34 for 10 ms each: 2, 2, 2, 3, 3 blocks over 50 ms.
+    each = 2.4 * 16 * 131_072
+    kv = figures(sections, "kv_memory")
+    assert kv["sequence_bytes"] == pytest.approx(each)
+    assert figures(sections, "ceilings")["KV_memory"] == pytest.approx((kv["sequences"] or 0) / 0.05)
+
+
+def test_answers_that_came_whole_have_no_ceiling_by_memory(tmp_path):
+    rows = [record(i, i // 4 * 100 + i % 4 * 25, end=i // 4 * 100 + i % 4 * 25 + 100, tokens_out=5) for i in range(400)]
+    run = run_of(tmp_path / "r", {"000-a-c=4": (rows, closed(4))})
+    sections = capacity_plan.plan([run], Ask(parse("e2e_p95<200ms"), hardware()))
+    assert "sequence_bytes" not in figures(sections, "kv_memory")
+    assert "no sequence streamed its tokens in the window" in notes(sections, "kv_memory")
+    assert "KV_memory" not in figures(sections, "ceilings")
+
+
 def test_cached_blocks_are_taken_off_where_no_layer_slides(tmp_path):
     rows = slots(400, 4, 100, 20)
     for row in rows:
@@ -424,7 +470,11 @@ def test_the_batch_window_is_traded_at_each_load_that_all_runs_have(tmp_path):
     assert "costs 20 ms" in said
     assert "60 ms of budget left" in said
     assert "the longest window proven to meet the SLO is 2 ms" in said
-    with pytest.raises(BenchError, match="1 delays for 2 runs"):
+    other = run_of(tmp_path / "other", {"000-a-c=8": (slots(800, 8, 80, 40), closed(8))})
+    assert notes(capacity_plan.plan([base, other], Ask(SLO, delays_ms=(0.0, 2.0))), "batch_window") == (
+        "a, c=4: not measured by every run"
+    )
+    with pytest.raises(BenchError, match="1 delay for 2 runs"):
         capacity_plan.plan([more, base], Ask(SLO, delays_ms=(2.0,)))
 
 

@@ -20,8 +20,10 @@ from llm_bench.diagnose_server import cache
 from llm_bench.evidence import Case, flushes, related
 from llm_bench.server_metrics import Figure, Figures
 from llm_bench.server_names import METRICS_OF
+from reference_engine.config import EngineConfig
 from tests.bench import command, environment, rows, trace_file
 from tests.sample import START_NS, cell, closed_loop, header, ns, record, stood_still
+from tests.simulated import poisson, served
 
 OPEN = {"kind": "open", "rate": 10.0, "warmup": 0.0}
 FAILURES = (  # of METRICS.md, Outcomes
@@ -120,7 +122,7 @@ def memory_gone() -> Case:
     return case(cell(rows_, load=OPEN))
 
 
-def one_blocks_all(stop: float) -> Case:
+def one_blocks_all(stop: float, **fields: Any) -> Case:
     """Four streams of 20 ms a token; every 2 s a prompt of 4,000 tokens comes, and all stand still for `stop` ms."""
     halts = [2000.0 * k + 1000 for k in range(1, 8)]
 
@@ -128,11 +130,13 @@ def one_blocks_all(stop: float) -> Case:
         return at + sum(stop for halt in halts if at > halt)
 
     rows_ = [
-        record(i, moved(100.0 * i), events=[moved(100.0 * i + 30 + 20 * k) for k in range(15)], tokens_in=100)
+        record(i, moved(100.0 * i), events=[moved(100.0 * i + 30 + 20 * k) for k in range(15)], tokens_in=100, **fields)
         for i in range(160)
     ]
     rows_ += [
-        record(160 + k, moved(halt), events=[moved(halt) + stop + 25 + 20 * j for j in range(5)], tokens_in=4000)
+        record(
+            160 + k, moved(halt), events=[moved(halt) + stop + 25 + 20 * j for j in range(5)], tokens_in=4000, **fields
+        )
         for k, halt in enumerate(halts)
     ]
     return case(cell(rows_, load=OPEN))
@@ -313,6 +317,38 @@ def test_what_was_not_judged_explains_no_queue_away() -> None:
     assert "rerun" not in told
 
 
+def test_one_of_anything_is_said_as_one(tmp_path: Path) -> None:
+    one = cell([record(0, 0, outcome="failed", error="x")], load=OPEN)
+    assert "1 of 1 request of the whole cell (none was due in a window) failed" in (
+        diagnose(case(one, window=windows.Window(ns(5000), ns(6000), 0, 0, ""))).findings["failed requests"].seen
+    )
+    alone = cell([stream(0, 0)], load=OPEN)
+    measured = [results.Measured("000-a", "a", "10/s", alone, windows.of(alone), {"reason": "exhausted"}, ())]
+    made = results.Run(tmp_path, {}, measured, [])
+    assert "mean of 1 ok request:" in diagnose_report.text(made, diagnose_report.diagnosed(made))
+
+
+def test_a_link_that_carries_half_a_gigabit_may_be_the_limit() -> None:
+    # 25 streams of 300,000 bytes each every 100 ms: 600 Mbit/s, 0.4% of it text.
+    made = [stream(i, 4 * i, bytes_in=300_000, text_bytes=1200) for i in range(2500)]
+    found = diagnose(case(cell(made, load=OPEN))).findings["network limited"]
+    assert found.sure == "possible"
+    assert found.seen.endswith("Mbit/s were received, 0% of it text of tokens")
+
+
+def test_a_queue_of_single_passes_has_one_cause_to_look_for() -> None:
+    made = [record(i, 100 * i, end=100 * i + 90, tokens_out=-1, text_bytes=0, server_queue_ms=60.0) for i in range(100)]
+    found = diagnose(case(cell(made, load=OPEN))).findings["queueing"]
+    assert "60 ms of a mean e2e of 90 ms are waiting in the server's queue" in found.seen
+    assert found.check.startswith("small batches could not be judged: rerun with --metrics-url auto")
+
+
+def test_what_vllm_says_of_its_prefill_is_its_time_to_the_first_token_less_its_queue() -> None:
+    found = diagnose(one_blocks_all(600.0, server_ttft_ms=640.0, server_queue_ms=0.5)).findings
+    assert "computing one takes about 640 ms" in found["long prefills"].seen
+    assert "long prefills" not in kinds(one_blocks_all(600.0, server_ttft_ms=60.0, server_queue_ms=0.5))
+
+
 def stopped(of: Case, *stalls: tuple[float, float]) -> Case:
     """The case of a client whose loop also stood still: (from ms, for ms)."""
     return dataclasses.replace(of, end={**of.end, "loop_stalls": [(ns(at), for_ms) for at, for_ms in stalls]})
@@ -427,6 +463,46 @@ def test_a_healthy_cell_has_no_finding_and_says_what_was_looked_for() -> None:
         "cache effects": "the server says nothing of its prefix cache",
         "hot replica": "one server, as far as is known",
     }
+
+
+CHAT = [(100, 60), (200, 120), (300, 40), (800, 100)]  # 62/s fill the 64 seats of sim:7b-h100
+LONG_TAIL = [(40, 16)] * 9 + [(400, 16)]  # 257/s
+
+
+@pytest.mark.parametrize("tell", [True, False])
+@pytest.mark.parametrize(("lengths", "rate"), [(CHAT, 43.0), (LONG_TAIL, 180.0)])
+def test_a_server_at_seven_tenths_of_its_capacity_is_busy_and_nothing_is_wrong_with_it(
+    lengths: list[tuple[int, int]], rate: float, tell: bool
+) -> None:
+    made = served(EngineConfig(model="sim:7b-h100"), poisson(rate, 1200, lengths), tell)
+    of = case(cell(made, load=OPEN | {"rate": rate}))
+    assert of.window.state == windows.STATIONARY
+    assert (of.metric("in_flight") or 0) > 20
+    assert kinds(of) == []
+
+
+def test_the_same_server_beyond_its_capacity_is_overloaded() -> None:
+    made = served(EngineConfig(model="sim:7b-h100"), poisson(80.0, 1200, CHAT))
+    assert kinds(case(cell(made, load=OPEN | {"rate": 80.0}))) == ["overload"]
+
+
+WHOLE = {"chunked_prefill": False, "max_num_batched_tokens": 16_384}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (WHOLE, "other streams stand still for"),
+        ({}, "is computed, short prompts that are sent then have"),  # streams go on; who comes after it waits for it
+        ({"long_prefill_token_threshold": 128}, ""),  # others share each step with it
+    ],
+)
+def test_long_prompts_are_named_by_what_they_hold_up(settings: dict[str, Any], said: str) -> None:
+    arrivals = poisson(6.0, 300, [(100, 60)] * 9 + [(12_000, 20)])
+    made = cell(served(EngineConfig(model="sim:7b-h100", **settings), arrivals), load=OPEN)
+    found = diagnose(case(made)).findings
+    assert list(found) == (["long prefills"] if said else [])
+    assert all(said in finding.seen for finding in found.values())
 
 
 def test_single_passes_are_said_and_what_needs_streams_is_not_judged(tmp_path: Path) -> None:

@@ -104,6 +104,23 @@ def test_answers_that_came_whole_have_no_figure_of_the_records(tmp_path: Path) -
     assert "no sequence streamed its tokens" in notes
 
 
+def test_a_plan_of_a_run_whose_server_was_scraped_has_the_two_side_by_side(tmp_path: Path) -> None:
+    (section,) = [s for s in capacity_plan.plan([run_with(tmp_path / "r", page(0.07))], Ask()) if "kv_gauge" in s.key]
+    assert section.tables[0].rows[0][2] == pytest.approx(112, rel=0.01)
+
+
+def test_a_mean_of_few_scrapes_is_said_to_be_one_and_a_silent_replica_leaves_no_figure(tmp_path: Path) -> None:
+    where = run_of(tmp_path / "r", {"000-a-c=1": (held(), closed(1))}).path
+    path = scrape.path_of(where, "000-a-c=1")
+    scraped(path, ns(10_000), [page(0.07)] * 3, PAGE)
+    _, notes = said(results.load_run(where))
+    assert "3 scrapes are few" in notes
+    path.write_text(
+        path.read_text().replace('"sources":["http://a/metrics"]', f'"sources":["{PAGE}","http://b/metrics"]')
+    )
+    assert kv_gauge.section(results.load_run(where).cells) is None
+
+
 @pytest.mark.engine
 def test_against_the_reference_engine_the_two_agree(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")

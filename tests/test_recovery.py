@@ -183,7 +183,11 @@ def test_retries_multiply_attempts_and_hide_refusals() -> None:
     [
         (20, done(100), "2 requests were due in the 0.1 s before it"),
         (20, done(6000, ok=False), "it was not done as asked: HTTP 404"),
-        (20, done(19_500), "too few for windows of 1 s"),
+        (
+            20,
+            done(19_500),
+            "25 requests were due in the 0.48 s until the load ended: windows of 1 s need at least 2 s of load",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_undecided(seconds: float, fault: Done, why: str) -> None:
