@@ -24,7 +24,7 @@ from llm_bench.series import NOTHING, SERIES
 QUEUE_SHARE, QUEUE_MS = 0.5, 20.0  # of TTFT
 SPIKE_TIMES, SPIKE_MS = 5.0, 100.0  # p95 TTFT against p50, of prompts up to the median
 CLIENT = "client limited"
-STILL = "so it is without what this client held up"
+STILL = "this holds without what this client held up"
 SCRAPE_IT = "rerun with --metrics-url auto"
 
 

@@ -368,7 +368,7 @@ def test_a_backlog_that_the_client_alone_can_have_made_is_no_overload() -> None:
 def test_a_backlog_far_larger_than_what_the_client_held_up_is_an_overload() -> None:
     found = diagnose(stopped(backlog(), (5000, 4000))).findings
     assert list(found) == ["client limited", "overload"]
-    assert "so it is without what this client held up" in found["overload"].seen
+    assert "this holds without what this client held up" in found["overload"].seen
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_what_rests_on_this_clients_stamps_is_looked_for_where_it_did_not_touch_
 ) -> None:
     once = diagnose(stopped(make(), (9000, 3000))).findings  # of 20 or 30 s: the rest shows it
     assert list(once) == ["client limited", kind]
-    assert "so it is without what this client held up" in once[kind].seen
+    assert "this holds without what this client held up" in once[kind].seen
     always = diagnose(dataclasses.replace(make(), end={"client_cpu_share": 0.95}))
     assert list(always.findings) == ["client limited"]
     assert "what it held up can look so by itself" in always.unjudged[kind]
