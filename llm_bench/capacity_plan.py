@@ -348,7 +348,8 @@ def _curves(bracket: Bracket, at_loads: Sequence[float]) -> Section | None:
     forms = ("usl", "two segments") if closed else ("two segments",)
     usable = [c for c in bracket.cells if c.level > 0]
     if len(usable) < curves.LEAST_LOADS:
-        few = f"{counted(len(usable), 'load')} measured, a curve needs {curves.LEAST_LOADS}: --at-load has no answer"
+        few = f"{counted(len(usable), 'load')} measured, a curve needs {curves.LEAST_LOADS}"
+        few += ": --at-load cannot be answered"
         return Section("curves", "Curves", notes=[few]) if at_loads else None
     what = (("throughput", "throughput", "tokens/s"), ("ttft", "mean TTFT", "s"), ("tpot", "mean TPOT", "s"))
     for key, name, unit in what:
