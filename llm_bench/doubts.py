@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llm_bench import faults, same_work, windows
-from llm_bench.client import CLIENT_CHECKS
+from llm_bench.client import CLIENT_CHECKS, CLIENT_LIMITED
 from llm_bench.columns import Cell
 from llm_bench.facts import EITHER_WAY, NO_END, TOO_HIGH, TOO_LOW, Effect, Facts, Finding, stopped
 from llm_bench.host_checks import HOST_CHECKS
@@ -181,6 +181,9 @@ def _overload(f: Facts) -> Finding | None:
     grows = f"backlog grows {f.window.growth:.2f} requests/s where {f.figure('arrival_rate'):.2f}/s arrive"
     if f.stopped:
         return Finding(f"{grows}; but records that are lost look like a backlog, and {f.stopped}", EITHER_WAY)
+    limited = any(CLIENT_CHECKS[kind](f) for kind in CLIENT_LIMITED)
+    if limited and not windows.grows_in_time(f.cell, f.window):
+        return Finding(f"{grows}, {windows.BY_CLIENT}", EITHER_WAY)
     found = f"{grows}, so all other figures depend on how long the run was"
     return Finding(found, TOO_LOW, "Lower --rate or --speed")
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from llm_bench import windows
+from llm_bench.client import CLIENT_LIMITED
 from llm_bench.doubts import CHECKS, Doubt, doubts
 from llm_bench.metrics import compute_all
 from llm_bench.records import Cell
 from tests.sample import cell, closed_loop, gauge_of, header, ns, record
-from tests.test_windows import slowing
+from tests.test_windows import held_up, slowing
 
 OPEN = {"kind": "open", "rate": 10.0, "warmup": 0.0}
 COUNTS = {"ok": 100, "failed": 0, "cancelled": 0, "cut_at_end": 0, "dropped": 0}
@@ -175,6 +176,16 @@ def test_each_check_fires_with_its_figures(kind: str) -> None:
     make, words = TROUBLE[kind]
     got = make()
     assert words in got[kind]
+
+
+def test_a_backlog_that_a_limited_client_made_lowers_nothing_and_asks_for_no_lower_rate() -> None:
+    held, own = (
+        {d.kind: d for d in raised(made)} for made in (held_up(10, 2000, 2000, 15), held_up(40, 2000, 2000, 15))
+    )
+    assert set(CLIENT_LIMITED) & held.keys() and set(CLIENT_LIMITED) & own.keys()
+    assert held["overloaded"].text.endswith(windows.BY_CLIENT)
+    assert (held["overloaded"].effect, held["overloaded"].advice) == ("either way", "")
+    assert own["overloaded"].effect == "too low"
 
 
 def test_evidence_effect_and_advice_are_told_apart_and_make_a_sentence() -> None:
