@@ -203,7 +203,9 @@ class Book:
         except ValueError as e:
             raise BenchError(f"{self.path}: the settings cannot be stored: {e}") from None
         except OSError as e:
-            raise BenchError(f"{self.path}: {e.strerror}; what was measured before is readable there") from None
+            with suppress(OSError):
+                part.unlink()  # half a book is of no use, and takes room
+            raise BenchError(f"{self.path}: {e.strerror}; {records.left(self.path.parent)}") from None
 
 
 def _escaped(name: str) -> str:
@@ -303,10 +305,13 @@ def _unbegun(folder: Path) -> bool:
     The book itself, and the logs of servers that were started for it: the next run writes both anew.
     """
     book = folder / BOOK_FILE
+    part = book.with_suffix(PART)
+    if {path.name for path in folder.iterdir()} == {LOCK, part.name}:
+        return part.is_file()  # it was killed while it wrote its first book
     try:
         found = shapes.parse(book.read_bytes(), BOOK, str(book))
     except (BenchError, OSError):
         return False
-    ours = {LOCK, BOOK_FILE, book.with_suffix(PART).name, *(f"{target}.log" for target in found.get("targets") or [])}
+    ours = {LOCK, BOOK_FILE, part.name, *(f"{target}.log" for target in found.get("targets") or [])}
     begun = bool(found["cells"] or found.get("set_aside"))
     return not begun and all(path.is_file() and path.name in ours for path in folder.iterdir())

@@ -279,7 +279,7 @@ def main() -> None:
         if terminal.is_full(e):  # typer's own printing of a help text
             terminal.drop_stdout()
             terminal.fail(f"standard output cannot be written: {e}")
-            sys.exit(1)
+            sys.exit(terminal.OutputError.exit_code)
         traceback.print_exc()
         sys.exit(5)
 

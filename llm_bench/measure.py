@@ -74,7 +74,8 @@ def measure(
     `planned`: faults that are done meanwhile, timed from the start of the drive. `fleet`: drives it on other hosts.
 
     Raises BenchError where the disk is full or this machine gives no more sockets; what was measured by then is
-    readable.
+    readable. SIGINT and SIGTERM, which cut a drive, may be deferred from its end on: `shards.hear_signals`, once the
+    book has how it ended.
     """
     out, asked = cell.options.out, workers
     workers = crew(cell, asked)
@@ -111,7 +112,7 @@ def disk_errors(out: Path) -> Iterator[None]:
     except OSError as e:
         if e.errno not in DISK_ERRORS:
             raise
-        raise BenchError(f"{out}: {e.strerror}; what was written before is readable there") from None
+        raise BenchError(f"{out}: {e.strerror}; {records.left(out)}") from None
 
 
 def _check_disk(folder: Path, cell: Cell) -> None:
@@ -345,8 +346,7 @@ async def _loop(
         for line in lines:
             line.close()
         live("")
-        if board is not None:
-            shards.defer_signals()
+        shards.defer_signals()
         for task in failed:
             task.result()
         clerk.finish()

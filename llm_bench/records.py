@@ -202,6 +202,19 @@ def files_of(folder: Path) -> dict[str, list[Path]]:
     return {name: [path for _, path in sorted(files)] for name, files in sorted(found.items())}
 
 
+def left(folder: Path) -> str:
+    """What a disk that takes no more has left of the run in `folder`, in words: are there requests to report on?"""
+    files = (path for paths in files_of(folder).values() for path in paths)
+    return "what was measured before is readable there" if any(map(_has_a_row, files)) else "nothing had been measured"
+
+
+def _has_a_row(path: Path) -> bool:
+    try:
+        return bool(pa.ipc.open_stream(pa.memory_map(os.fsencode(path))).read_next_batch().num_rows)
+    except (pa.ArrowException, OSError, StopIteration):  # empty, cut within its header, or nothing behind that
+        return False
+
+
 def _pooled(paths: Sequence[Path]) -> Cell:
     parts = [_open(path) for path in paths]
     for path, part in zip(paths[1:], parts[1:], strict=True):

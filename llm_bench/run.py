@@ -4,7 +4,6 @@ Everything that a cell measured is on disk before the next begins; `run.json` na
 """
 
 import hashlib
-import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from llm_bench import (
     scrape,
     scrape_machine,
     selection,
+    shards,
     targets,
     ticks,
     trace,
@@ -117,7 +117,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
         book = stack.enter_context(
             closing(Book(options.out, asked(job, options, rows, loads), private, resume=job.resume))
         )
-        _stop_on_term()
+        shards.hear_signals()
         several = len(job.targets) > 1
         ready = [
             begin(declared, options, rows, exact.get(declared.name), say, stack, compared=several)
@@ -156,6 +156,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             )
             end = one(cell, arm, book, say, live, job.workers, fleet=job.fleet)
             book.end_cell(name, end)
+            shards.hear_signals()
             if end["reason"] == "interrupted":
                 return Ended(interrupted=True)
             if end["reason"] == "target gone":
@@ -264,7 +265,6 @@ def one(
         planned=planned,
         fleet=fleet,
     )
-    _stop_on_term()
     if end["turns_not_sent"]:
         say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
     return end
@@ -436,8 +436,3 @@ def _hash(parts: Iterable[bytes]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def _stop_on_term() -> None:
-    """Outside a cell SIGTERM ends a run as Ctrl-C does. A cell's event loop has its own handlers, and leaves none."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)

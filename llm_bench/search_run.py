@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_bench import arms, doubts, objectives, plan, probe, records, run, scrape_machine, search, windows
+from llm_bench import arms, doubts, objectives, plan, probe, records, run, scrape_machine, search, shards, windows
 from llm_bench.beside import Say
 from llm_bench.book import Book
 from llm_bench.cell import Cell, Options
@@ -170,6 +170,7 @@ class _Searched:
             watch = Backlog(cell.due_ns, load.max_in_flight)
         gone = ""
         end = run.one(cell, arm, book, say, shown, self._job.workers, watch)
+        shards.hear_signals()
         if end["reason"] not in ("interrupted", "target gone") and not end["reason"].startswith("worker "):
             run.settle(end, arm.target, say)
             if end["cut"]:

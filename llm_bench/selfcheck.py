@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from llm_bench import probe, records, targets
+from llm_bench import probe, records, shards, targets
 from llm_bench.cell import Cell, Options
 from llm_bench.errors import ClientLimit
 from llm_bench.measure import measure
@@ -96,6 +96,7 @@ def _step(name: str, step: Step, out: Path, say: Say, live: Say) -> Found:
         cell = Cell(options, "selfcheck", 0, running, found, requests, step.load)
         say(f"{name}: {step.requests} requests of {step.tokens} tokens")
         end = measure(cell, {}, lambda text: None, live)
+        shards.hear_signals()
     seen = records.read(out / f"{cell.name}.arrow")
     written = {row["request_id"]: row["write_ns"] for row in map(orjson.loads, truth.read_bytes().splitlines())}
     return _compare(seen, written, end["client_cpu_s"], end["client_cpu_share"], step)

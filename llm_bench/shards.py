@@ -32,6 +32,7 @@ TWICE_S = 0.5  # a signal this soon after another is the same one: `timeout` tel
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 BEFORE_START = "stopped before it had begun"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_deferred: list[int] = []  # signals of this process that wait until what it measured is written
 
 # A worker's row of counters.
 COUNTERS = ("ready", "in_flight", "landed", "failed", "tokens", "busy", "ended", "wave_ended", "warm")
@@ -264,8 +265,22 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
 
 
 def defer_signals() -> None:
-    """For a worker whose loop has ended: what it has yet to write is short, and no signal may tear it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    """For a process whose loop has ended: what it has yet to write is short, and no signal may tear it.
+
+    They are noted, and not blocked: the kernel gives one to any thread that does not block it, such as BLAS's.
+    """
+    for number in STOPPING:
+        asyncio.get_running_loop().remove_signal_handler(number)  # a closed uvloop takes signals and tells nobody
+        signal.signal(number, lambda number, _frame: _deferred.append(number))
+
+
+def hear_signals() -> None:
+    """Outside a drive SIGINT and SIGTERM raise KeyboardInterrupt: now, where one has come since `defer_signals`."""
+    for number in STOPPING:
+        signal.signal(number, signal.default_int_handler)
+    if _deferred:
+        _deferred.clear()
+        raise KeyboardInterrupt
 
 
 class Member(NamedTuple):

@@ -14,9 +14,10 @@ from llm_bench.errors import BenchError
 
 
 class OutputError(BenchError):
-    """What was found could not be shown: no fault of the measurement, whose records are on disk."""
+    """What was found could not be shown: no fault of the measurement, whose records are on disk, and no verdict.
 
-    exit_code = 1
+    2, a limit of this machine: 1 would read as a gate's FAIL, or as a limit that was missed.
+    """
 
 
 class InterruptError(BenchError):

@@ -104,6 +104,15 @@ def test_a_run_that_ended_before_its_first_cell_leaves_a_folder_that_can_be_used
         Book(tmp_path, ASKED)
 
 
+def test_a_run_that_was_killed_while_it_wrote_its_first_book_leaves_a_folder_that_can_be_used(tmp_path):
+    (tmp_path / "run.part").write_text('{"llm_ben')
+    with pytest.raises(BenchError, match="the folder is not empty"):  # without a lock it is someone else's
+        Book(tmp_path, ASKED)
+    (tmp_path / ".lock").touch()
+    Book(tmp_path, ASKED).close()
+    assert json.loads((tmp_path / "run.json").read_text())["cells"] == []
+
+
 @pytest.mark.parametrize("file", ["mine.txt", "000-t-c=1.arrow", "other.log"])
 def test_a_file_beside_a_run_without_a_cell_is_not_ours_to_write_around(tmp_path, file):
     (_refused(tmp_path) / file).touch()

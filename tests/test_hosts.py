@@ -390,7 +390,7 @@ def test_a_full_disk_here_is_one_sentence_and_hosts_keep_what_they_have(tmp_path
         limit = (120_000, before[1])
         with after(lambda: len(asked_of(server)) > 30, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)):
             try:
-                with pytest.raises(BenchError, match=r"File too large; what was written before is readable there"):
+                with pytest.raises(BenchError, match=r"File too large; what was measured before is readable there"):
                     measured(server.url, tmp_path, trace, Load(concurrency=4), links, warmup=3000)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -410,7 +410,7 @@ def test_a_full_disk_on_a_host_is_named_with_it(tmp_path):
     small = ("bash", "-c", f"ulimit -f 120 && exec {' '.join(AGENT)}")
     with Scripted(llm_server(lambda n, seen: good(seen, 2))) as server, linked((), small) as links:
         trace = trace_file(tmp_path, rows(400, tokens_out=100))
-        with pytest.raises(BenchError, match="File too large; what was written before is readable there"):
+        with pytest.raises(BenchError, match="File too large; what was measured before is readable there"):
             measured(server.url, tmp_path, trace, Load(concurrency=2), links, warmup=0)
     cell = results.load_run(tmp_path / "run").cells[0].cell
     assert len(cell["index"]) == len(set(cell["index"])) > 10

@@ -249,8 +249,33 @@ def test_a_disk_that_is_full_is_one_sentence_and_what_was_flushed_is_readable(tm
             env=environment(),
         )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "File too large; what was written before is readable there" in done.stderr.splitlines()[-1]
+    assert "File too large; what was measured before is readable there" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     cell = records.read(next((tmp_path / "run").glob("*.arrow")))
     assert 0 < cell.n < 300
     assert not cell.complete
+
+
+@pytest.mark.parametrize("kilobytes", [1, 8], ids=["run.json", "the plan's bytes"])
+def test_a_disk_that_is_full_before_the_first_record_promises_none_and_the_run_is_resumed_with_room(
+    tmp_path, kilobytes
+):
+    with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+        trace = trace_file(tmp_path, rows(60, tokens_in=200))
+        arguments = command(
+            "run", "--targets", f"t={server.url}", "--trace", trace, "--concurrency", "1", "--out", tmp_path / "run"
+        )
+        done = subprocess.run(
+            ["bash", "-c", f"ulimit -f {kilobytes}; {' '.join(arguments)}"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment(),
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.splitlines()[-1].endswith("File too large; nothing had been measured")
+        assert "Traceback" not in done.stderr
+        assert not [s for s in server.requests if "x-request-id" in s.headers]
+        again = bench(server.url, tmp_path, trace, "--concurrency", "1", "--resume")
+    assert again.rc == 0, again.err
+    assert again.records().n == 60

@@ -205,6 +205,16 @@ def test_a_disk_that_is_full_at_once_leaves_no_file_and_what_is_beside_it_readab
     assert not path.exists()
 
 
+def test_what_a_full_disk_left_is_said_by_whether_there_is_a_request(tmp_path: Path) -> None:
+    assert records.left(tmp_path) == "nothing had been measured"
+    (tmp_path / "000-t-c=1.w0.arrow").touch()
+    writer = Writer(tmp_path / "000-t-c=1.w1.arrow", header())
+    assert records.left(tmp_path) == "nothing had been measured"  # a header alone is no request
+    writer.write(record(0))
+    writer.close()
+    assert records.left(tmp_path) == "what was measured before is readable there"
+
+
 def test_a_header_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="the settings cannot be stored"):
         Writer(tmp_path / "a.arrow", {"speed": math.nan})

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_bench import calibration, clock, probe, records, results, selfcheck, targets
+from llm_bench import calibration, clock, probe, records, results, selfcheck, shards, targets
 from llm_bench.cell import Cell, Options
 from llm_bench.measure import announcement, crew, measure
 from llm_bench.plan import Load
@@ -112,6 +112,48 @@ def test_workers_cut_and_write_when_the_run_is_interrupted(tmp_path):
     assert "broken identity" not in {d["kind"] for d in cell["doubts"]}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_cells_ends_the_run_and_the_first_cell_stands(tmp_path, number):
+    def ended() -> int:
+        try:
+            return sum("end" in cell for cell in json.loads((tmp_path / "run" / "run.json").read_text())["cells"])
+        except FileNotFoundError:
+            return 0
+
+    with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+        trace = trace_file(tmp_path, rows(6))
+        running = subprocess.Popen(
+            command("run", "--targets", f"t={server.url}", "--trace", trace, "--concurrency", "1", "--workers", "1",
+                    "--repeat", "200", "--out", tmp_path / "run"),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(),
+        )  # fmt: skip
+        _wait(ended)
+        running.send_signal(number)  # a closed uvloop has left its handlers, which tell nobody
+        _, err = running.communicate(timeout=20)
+    assert running.returncode == 130, err
+    assert "Traceback" not in err
+    book = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert book["cells"][0]["end"]["reason"] == "exhausted"
+    assert len(book["cells"]) < 100
+
+
+def test_a_signal_is_deferred_from_the_end_of_a_drive_until_the_book_has_it(tmp_path):
+    before = {number: signal.getsignal(number) for number in shards.STOPPING}
+    try:
+        with Scripted(llm_server(lambda n, seen: good(seen))) as server:
+            end = measure(_cell(server.url, tmp_path, 6, 1), {}, lambda text: None, lambda text: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            shards.hear_signals()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        shards.hear_signals()  # once is enough
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert end["reason"] == "exhausted"
+
+
 def test_a_second_interrupt_kills_a_worker_that_does_not_end_and_the_run_counts_as_interrupted(tmp_path):
     with Scripted(llm_server(lambda n, seen: good(seen, 30))) as server:
         running = _running(tmp_path, server.url, "--workers", "2")
@@ -210,7 +252,7 @@ def test_a_full_disk_in_a_worker_is_one_sentence_and_what_was_begun_is_accounted
             env=environment(), timeout=60,
         )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "File too large; what was written before is readable there" in done.stderr
+    assert "File too large; what was measured before is readable there" in done.stderr
     assert "Traceback" not in done.stderr
     cell = records.read_cell(tmp_path / "run", next(iter(records.files_of(tmp_path / "run"))))
     assert len(cell["index"]) == len(set(cell["index"])) > 10
