@@ -83,6 +83,8 @@ def save(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8", errors="replace")
         part.replace(path)
     except OSError as e:
+        with suppress(OSError):
+            part.unlink()
         raise OutputError(f"{path}: cannot be written: {e.strerror or e}") from None
 
 

@@ -121,6 +121,16 @@ def test_an_output_that_cannot_be_written_is_one_sentence(run_folder, where, arg
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_report_that_meets_a_full_disk_leaves_nothing(run_folder, tmp_path):
+    words = " ".join(command("report", run_folder, "--format", "html", "-o", tmp_path / "r.html"))
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 1; {words}"], capture_output=True, text=True, check=False, env=environment()
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"llm-bench: {tmp_path / 'r.html'}: cannot be written: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_whose_report_cannot_be_printed_says_where_its_records_are(tmp_path):
     with Scripted(llm_server(lambda n, seen: good(seen))) as server:
         arguments = ["run", "--targets", f"t={server.url}", "--trace", trace_file(tmp_path, rows(8))]

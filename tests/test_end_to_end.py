@@ -531,3 +531,28 @@ def test_a_connection_for_each_request_where_that_is_asked_for(tmp_path):
         assert ran.rc == 0, ran.err
         load = [seen.connection for seen in server.requests if "x-request-id" in seen.headers]
         assert (len(load), len(set(load))) == (12, connections)
+
+
+def test_whole_answers_with_a_length_share_a_connection_and_have_no_first_token(tmp_path):
+    def whole(_, seen):
+        if seen.method == "GET":
+            return [(0, http_response(200, json.dumps({"object": "list", "data": [{"id": "m"}]}).encode()))]
+        assert not seen.json().get("stream")
+        choice = {"index": 0, "message": {"role": "assistant", "content": "a b c d"}, "finish_reason": "length"}
+        words = len(prompt_of(seen).split())
+        counts = {"prompt_tokens": words, "completion_tokens": 4, "total_tokens": words + 4}
+        return [(20, http_response(200, json.dumps({"choices": [choice], "usage": counts}).encode()))]
+
+    with Scripted(whole) as server:
+        ran = bench(
+            server.url, tmp_path, trace_file(tmp_path, rows(12)), "--concurrency", "1", "--no-stream",
+            "--metrics", "ttft_p50,tpot_p50,e2e_p50",
+        )  # fmt: skip
+    assert ran.rc == 0, ran.err
+    load = [seen.connection for seen in server.requests if "x-request-id" in seen.headers]
+    assert (len(load), len(set(load))) == (12, 1)
+    cell = ran.records()
+    assert (cell["outcome"] == "ok").all()
+    assert (cell["tokens_out"] == 4).all()
+    assert (ran.value("ttft_p50"), ran.value("tpot_p50")) == (None, None)  # undefined, and not 0
+    assert ran.value("e2e_p50") >= 20
