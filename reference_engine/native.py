@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -67,12 +68,16 @@ def cache_folder() -> Path:
 
 
 def build(folder: Path, source: Path = SOURCE, flags: tuple[str, ...] = FLAGS) -> Path:
-    """Compile into `folder`, or find it compiled there for this source, compiler and processor. Raises NativeError."""
+    """Compile into `folder`, or find it compiled there for this source, compiler and processor. Raises NativeError.
+
+    CXXFLAGS of the environment come last: -mno-avx512f makes what a processor without AVX-512 runs.
+    """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise NativeError(f"native kernels: no C++ compiler on PATH; would be right: one of {', '.join(COMPILERS)}")
     release = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     # The processor counts: -march=native makes code that another one may not have the instructions for.
+    flags = (*flags, *shlex.split(os.environ.get("CXXFLAGS", "")))
     parts = (source.read_text(), compiler, release, " ".join((*flags, *LIBRARIES)), processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     path = folder / f"native-{name}.so"

@@ -34,6 +34,17 @@ def test_a_source_is_compiled_once_and_anew_when_it_or_a_flag_changes(tmp_path: 
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
 
 
+def test_flags_of_the_environment_come_last_and_make_a_library_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int answer() { return ANSWER; }')
+    flags = ("-O0", *native.FLAGS[1:], "-DANSWER=1")
+    for asked, answer in (("", 1), ("-UANSWER -DANSWER=2", 2)):
+        monkeypatch.setenv("CXXFLAGS", asked)
+        assert ctypes.CDLL(str(native.build(tmp_path / "cache", source, flags))).answer() == answer
+
+
 def test_what_cannot_be_compiled_is_said_in_the_compilers_words(tmp_path: Path) -> None:
     source = tmp_path / "wrong.cpp"
     source.write_text("int f() { return nowhere; }")
