@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ TINY = Sizes(
     batch=2, context=21, heads=4, kv_heads=2, head_dim=80, block_size=8, hidden=96, ffn=96, outputs=80, vocab=150,
     dtype="float32", top_k=9,
 )  # fmt: skip
+
+Results = dict[str, Any]
 
 
 class Ceilings(NamedTuple):
@@ -116,7 +118,7 @@ def _multiplied(card: Card) -> float:
     return 2 * size**3 / _time([lambda: torch.matmul(a, b, out=out)], card).median / 1e6
 
 
-def measure(name: str, sizes: Sizes, limits: Ceilings, card: Card) -> dict[str, Any]:
+def measure(name: str, sizes: Sizes, limits: Ceilings, card: Card) -> Results:
     """One kernel at one size as a row of results: its own figures and torch's."""
     case = CASES[name](sizes)
     inputs = [case.make(card.device) for _ in range(sets(case, card.rotated_bytes))]
@@ -134,7 +136,7 @@ def sets(case: Case, rotated_bytes: int = ROTATED_BYTES) -> int:
     return min(max(2, -(-rotated_bytes // case.moved_bytes)), MOST_SETS)
 
 
-def _figures(case: Case, timing: Timing, limits: Ceilings) -> dict[str, Any]:
+def _figures(case: Case, timing: Timing, limits: Ceilings) -> Results:
     gb_s, tflop_s = case.moved_bytes / timing.median / 1e3, case.flops / timing.median / 1e6
     return {
         "us": timing.median, "us_least": timing.least, "us_greatest": timing.greatest, "sets": timing.sets,
@@ -180,14 +182,14 @@ def _captured(calls: Calls) -> tuple[str, Callable[[], object]]:
     return "graph", graph.replay
 
 
-def correct(name: str, sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def correct(name: str, sizes: Sizes, device: torch.device) -> Results:
     """A kernel's error at those sizes, and whether it is within what its types allow."""
     case, allowed = CASES[name](sizes), tolerance(name, sizes)
     off = error(case, device)
     return {"kernel": name, "shape": case.shape, "error": off, "allowed": allowed, "ok": off <= allowed}
 
 
-def as_compiled(name: str, sizes: Sizes, capability: int) -> list[dict[str, Any]]:
+def as_compiled(name: str, sizes: Sizes, capability: int) -> list[Results]:
     """What the compiler makes of a kernel for a card that need not be there."""
     from kernels.compile_check import compiled
 
@@ -197,7 +199,7 @@ def as_compiled(name: str, sizes: Sizes, capability: int) -> list[dict[str, Any]
     return [{"kernel": name, "shape": case.shape, "launched": m._asdict() | {"ptx": len(m.ptx)}} for m in made]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Results]) -> str:
     """Measured rows as a Markdown table."""
     head = ["kernel", "shape", "µs", "GB/s", "% of copy", "TFLOP/s", "% of matmul", "× torch"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -228,47 +230,84 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a kernel is wrong, 2 usage."""
+    """Exit code: 0 done, 1 a kernel is wrong, 2 usage, 130 interrupted, what was done being printed and written."""
     options = arguments().parse_args(argv)
     names = list(CASES) if options.kernels == ["all"] else options.kernels
     if unknown := [name for name in names if name not in CASES]:
         return _usage(f"{unknown[0]!r} is no kernel; would be right: all, {', '.join(CASES)}")
+    results, whole = Results(), False
     try:
         sizes = Sizes(**{f.name: getattr(options, f.name) for f in fields(Sizes)})
         if options.json:
             options.json.open("a").close()  # before minutes of measuring, not after
-        results = _run(names, sizes, options.compile, options.interpret)
-        text = json.dumps(results, indent=1)
-        if options.json:
-            options.json.write_text(text + "\n")
+            if not options.json.is_file():  # a device cannot be replaced row by row, and must not be
+                raise ValueError(f"--json {options.json} is no file; would be right: a file's name")
+        for results in _run(names, _way(sizes, options.compile, options.interpret)):
+            if options.json:
+                save(options.json, results)
+        whole = True
+    except KeyboardInterrupt:
+        print("kernels.bench: interrupted", file=sys.stderr)
     except (ValueError, OSError) as problem:
         return _usage(str(problem))
-    print(results.get("table", text))
-    return int(any(not row["ok"] for row in results.get("correct", ())))
+    if results:
+        print(_words(results))
+    return int(any(not row["ok"] for row in results.get("correct", ()))) if whole else 130
 
 
-def _run(names: Sequence[str], sizes: Sizes, capability: int | None, interpret: bool) -> dict[str, Any]:
+class Way(NamedTuple):
+    """How kernels are tried."""
+
+    about: Results
+    rows: str  # what its rows are called
+    each: Callable[[str], list[Results]]  # of a kernel
+
+
+def _way(sizes: Sizes, capability: int | None, interpret: bool) -> Way:
     if capability:
         if capability < 75:
             raise ValueError(f"--compile {capability}; would be right: 80 (A100), 89 (L40S), 90 (H100)")
-        return {"compiled": [made for name in names for made in as_compiled(name, sizes, capability)]}
+        return Way({}, "compiled", lambda name: as_compiled(name, sizes, capability))
     if interpret:
         if sizes != Sizes(query=sizes.query):
             raise ValueError("--interpret takes tiny shapes of its own; would be right: no other size than --query")
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
         tiny = replace(TINY, query=min(sizes.query, 3))
         about = "interpreted at tiny shapes for correctness; nothing is measured"
-        return {"measured": False, "about": about, "correct": [correct(n, tiny, torch.device("cpu")) for n in names]}
+        return Way(
+            {"measured": False, "about": about}, "correct", lambda name: [correct(name, tiny, torch.device("cpu"))]
+        )
     if not torch.cuda.is_available():
         raise ValueError(
             "no GPU to measure on; would be right: --interpret, for correctness, or --compile 90, for code"
         )
     card = cuda()
     limits = ceilings(card)
-    rows = [measure(name, sizes, limits, card) for name in names]
+    about_it = {"measured": True, "card": torch.cuda.get_device_name(), "ceilings": limits._asdict()}
+    return Way(about_it, "rows", lambda name: [measure(name, sizes, limits, card)])
+
+
+def _run(names: Sequence[str], way: Way) -> Iterator[Results]:
+    """The results so far, after each kernel; `left`: those that are not among them."""
+    rows: list[Results] = []
+    for number, name in enumerate(names, 1):
+        rows += way.each(name)
+        yield way.about | {"left": list(names[number:]), way.rows: rows}
+
+
+def save(place: Path, results: Results) -> None:
+    """Whole or not at all: the process may be killed at any time."""
+    new = place.with_name(place.name + ".new")
+    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.replace(place)
+
+
+def _words(results: Results) -> str:
+    if "ceilings" not in results:
+        return json.dumps(results, indent=1)
+    limits = Ceilings(**results["ceilings"])
     able = f"copies {limits.copy_gb_s:.0f} GB/s, multiplies {limits.matmul_tflop_s:.0f} TFLOP/s"
-    text = f"{torch.cuda.get_device_name()}: {able}\n\n{table(rows)}"
-    return {"measured": True, "ceilings": limits._asdict(), "rows": rows, "table": text}
+    return f"{results['card']}: {able}\n\n{table(results['rows'])}"
 
 
 def _usage(text: str) -> int:

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kernels.bench import save
 from kernels.gpu_engine import (
     BATCHING,
     METRICS,
@@ -285,7 +286,7 @@ def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
                 _in_a_process(name, rehearse, limit_s, place, folder) if left > 1 else {"failed": "no time left"}
             )
             found[name]["took_s"] = round(time.monotonic() - at, 1)
-            (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+            save(out / "gpu.json", found)
             (out / "gpu.md").write_text(report(found))
             place.unlink(missing_ok=True)
     print(report(found))
@@ -317,13 +318,6 @@ def _in_a_process(name: str, rehearse: bool, limit_s: float, place: Path, folder
         how = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
         result["failed"] = f"{how}: {words.read_text(errors='replace')[-2000:]}"
     return result
-
-
-def _save(place: Path, result: Results) -> None:
-    """Whole or not at all: the process may be killed at any time."""
-    new = place.with_suffix(".new")
-    new.write_text(json.dumps(result))
-    new.replace(place)
 
 
 def _end_group(child: "subprocess.Popen[bytes]") -> None:
@@ -406,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.stage:
         scale = SCALES["cpu" if options.rehearse else "cuda"]
         try:
-            _save(options.result, STAGES[options.stage].run(scale, partial(_save, options.result)))
+            save(options.result, STAGES[options.stage].run(scale, partial(save, options.result)))
         except Exception:  # noqa: BLE001  # the parent says what it was; this process ends here
             traceback.print_exc()
             return 1
@@ -418,7 +412,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.rehearse and not _has_gpu():
         print("kernels.gpu: torch finds no GPU; would be right: a machine with one, or --rehearse", file=sys.stderr)
         return 2
-    return run(options.rehearse, options.out, only)
+    try:
+        return run(options.rehearse, options.out, only)
+    except KeyboardInterrupt:
+        print(f"kernels.gpu: interrupted; what was measured is in {options.out}", file=sys.stderr)
+        return 130
 
 
 def _has_gpu() -> bool:

@@ -55,6 +55,7 @@ def test_a_result_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         ("swiglu --query 9 --context 8", "query is 9, context 8"),
         ("sampling --top-p 0", "top_p is 0.0"),
         ("swiglu --interpret --json /nowhere/x", "No such file"),
+        ("swiglu --interpret --json /dev/null", "--json /dev/null is no file"),
         ("swiglu --interpret --dtype float16", "--interpret takes tiny shapes of its own"),
         ("paged_attention --batch 64 --context 4096", "no GPU to measure on; would be right: --interpret"),
     ],
@@ -70,6 +71,34 @@ def test_a_mistake_is_said_in_a_line(words: str, said: str, capsys: pytest.Captu
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_run", lambda *of: pytest.fail("measured"))
     assert bench.main(["swiglu", "--json", "/nowhere/x"]) == 2
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_bench_leaves_the_rows_it_had(
+    end: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C is answered; of what ends the process otherwise, the file is all that is left."""
+    found, done = tmp_path / "found.json", [{"kernel": name, "ok": True} for name in ("rms_norm", "swiglu")]
+    found.write_text("of an earlier run")
+
+    def correct(name: str, *of: object) -> dict[str, Any]:
+        if name == "sampling":
+            raise end
+        return {"kernel": name, "ok": True}
+
+    monkeypatch.setattr(bench, "correct", correct)
+    words = ["rms_norm", "swiglu", "sampling", "kv_write", "--interpret", "--json", str(found)]
+    if end is KeyboardInterrupt:
+        assert bench.main(words) == 130
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["correct"] == done
+        assert printed.err == "kernels.bench: interrupted\n"
+    else:
+        with pytest.raises(end):
+            bench.main(words)
+    results = json.loads(found.read_text())
+    assert (results["correct"], results["left"]) == (done, ["sampling", "kv_write"])
+    assert list(tmp_path.iterdir()) == [found]
 
 
 # 64 sequences of 4,096 tokens at 8B shapes, by hand.
