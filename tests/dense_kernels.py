@@ -127,6 +127,19 @@ def guarded_scratch() -> Iterator[None]:
         buffer.assert_whole()
 
 
+@contextmanager
+def only_read(*tensors: torch.Tensor) -> Iterator[None]:
+    """What a kernel is given to read has the same bytes afterwards."""
+    before = [_bytes(t) for t in tensors]
+    yield
+    for number, (tensor, was) in enumerate(zip(tensors, before, strict=True)):
+        assert torch.equal(_bytes(tensor), was), f"input {number} was written to"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 class Guarded(NamedTuple):
     """A tensor whose rows lie apart in a larger buffer of canaries.
 

@@ -1,7 +1,7 @@
 """A step on a GPU waits for its tokens and for nothing else: the runner's own code on a device that has no memory.
 
 `meta` stands for the GPU. Kernels are not launched, everything else runs as it does there, and what would have the host
-wait for the device is an error where it is done. WaitError that torch.profiler would show on a GPU, a test sees here.
+wait for the device is an error where it is done.
 """
 
 from collections.abc import Callable, Iterator

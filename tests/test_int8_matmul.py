@@ -15,6 +15,7 @@ from tests.dense_kernels import (
     guarded,
     guarded_scratch,
     needs_triton,
+    only_read,
     poisoned,
     random,
 )
@@ -47,7 +48,7 @@ def check(
     out = poisoned(m, n, dtype=dtype)
     # scales and biases are one row each
     scales, biases = scale.view[:, 0].clone(), added.view[:, 0].clone() if added else None
-    with guarded_scratch():
+    with guarded_scratch(), only_read(x.view, weight.view, scales, *[] if biases is None else [biases]):
         module.int8_matmul(x.view, weight.view, scales, biases, out.view, invariant)
     assert_close(out.view, reference_dense.int8_matmul(x.view, weight.view, scales, biases), dtype)
     out.assert_whole()

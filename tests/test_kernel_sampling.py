@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from tests.dense_kernels import Mutation, assert_caught, guarded, needs_triton, random
+from tests.dense_kernels import Mutation, assert_caught, guarded, needs_triton, only_read, random
 from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
@@ -76,9 +76,10 @@ def check(module: ModuleType, us: torch.Tensor | int = 3, **changes: Any) -> Non
     module.BLOCK, module.WAYS = sampling.BLOCK, sampling.WAYS  # type: ignore[attr-defined]  # of a broken copy too
     us = uniforms(us) if isinstance(us, int) else us.double()
     count = len(us)
-    logits = guarded(rows(count))
+    logits, settings = guarded(rows(count)), asked(count, **changes)
     tokens = guarded(torch.full((1, count), -1))
-    found = module.sample(logits.view, asked(count, **changes), us, tokens.view[0])
+    with only_read(logits.view, *settings, us):
+        found = module.sample(logits.view, settings, us, tokens.view[0])
     assert found.tolist() == right(logits.view, us, **changes)
     tokens.assert_whole()
 
@@ -248,6 +249,20 @@ def check_top_p(module: ModuleType) -> None:
     check(module, torch.tensor([0.9]), top_p=0.75)
 
 
+def check_nucleus_within_ties(module: ModuleType) -> None:
+    """Twenty-five tokens of 0.528 in all, then three equal ones of 0.0116 each: the nucleus ends with the second."""
+    end = 0.52836 + 2 * 0.0116
+    check(
+        module, torch.tensor([0.1, 0.5, 0.52836 / end - 1e-3, 0.534 / end, 0.546 / end]), top_p=0.545, temperature=5.0
+    )
+
+
+def check_draw_within_ties(module: ModuleType) -> None:
+    """Each of the same three."""
+    end = 0.52836 + 3 * 0.0116
+    check(module, torch.tensor([0.534, 0.546, 0.5575]) / end, top_p=0.56, temperature=5.0)
+
+
 def check_plain(module: ModuleType) -> None:
     check(module)
 
@@ -282,6 +297,61 @@ def check_zeros(module: ModuleType) -> None:
     assert module.sample(logits.repeat(3, 1), asked(3, top_k=3), us).tolist() == [0, 1, 2]
 
 
+def check_below_0(module: ModuleType) -> None:
+    """The greatest of negative logits: nothing that stands in for one may be greater."""
+    logits = guarded(-1 - random(2, 100, seed=3).abs())
+    found = module.sample(logits.view, asked(2, temperature=0.0))
+    assert found.tolist() == logits.view.argmax(-1).tolist()
+
+
+def check_hot(module: ModuleType) -> None:
+    """At a temperature at which all logits are equal, a masked one is still none."""
+    logits = torch.tensor([[float("-inf"), 1.0, 2.0, float("-inf")]])
+    us = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    for more in ({}, {"top_k": 3}):
+        found = module.sample(logits.repeat(2, 1), asked(2, temperature=1e12, **more), us)
+        assert found.tolist() == ([1, 2] if not more else [2, 1])
+
+
+def check_cold(module: ModuleType) -> None:
+    """Temperatures below what is usual are meant as well; one that float32 has not is the argmax."""
+    logits, us = torch.tensor([[0.0, -0.002]]), torch.tensor([0.6], dtype=torch.float64)
+    assert module.sample(logits, asked(1, temperature=0.003), us).tolist() == [0]
+    assert module.sample(logits, asked(1, temperature=1e-300), us).tolist() == [0]
+    assert module.sample(logits, asked(1, temperature=0.05), us).tolist() == [1]
+
+
+def check_adjacent(module: ModuleType) -> None:
+    """Floats next to each other below 0, each of its own weight at a temperature of one step: 1, and twice 1/e."""
+    logits = torch.tensor([[-1.0, -1 + 2.0**-24, -1.0]])
+    us = torch.tensor([0.55, 0.7, 0.9], dtype=torch.float64)
+    for top_k, tokens in ((3, [1, 0, 2]), (2, [1, 1, 0]), (1, [1, 1, 1])):
+        asks = {"temperature": 2.0**-24, "top_k": top_k}
+        assert right(logits.repeat(3, 1), us, **asks) == tokens
+        assert module.sample(logits.repeat(3, 1), asked(3, **asks), us).tolist() == tokens
+
+
+def check_tail(module: ModuleType) -> None:
+    """A block of weights 1 and one of a millionth: what float32's sums of both would lose decides."""
+    module.BLOCK, module.WAYS = sampling.BLOCK, sampling.WAYS  # type: ignore[attr-defined]
+    logits = torch.zeros(1, 100)
+    logits[0, 64:] = float(np.log(1e-6))
+    us = torch.tensor([0.4, 18.3, 30.6], dtype=torch.float64) * 1e-6
+    us = (64 + us) / (64 + 36e-6)
+    for more in ({}, {"top_k": 99}, {"min_p": 1e-7}):
+        assert module.sample(logits.repeat(3, 1), asked(3, **more), us).tolist() == right(
+            logits.repeat(3, 1), us, **more
+        )
+
+
+def check_bits(module: ModuleType) -> None:
+    """Of 4,000 equal tokens the one at u · 4,000 = 2670.99996: in 24 bits it would be the next."""
+    settings = asked(1)._replace(seed=torch.tensor([4351]), position=torch.tensor([1]))
+    assert reference_dense.uniform(4351, 1) * 4000 < 2671 <= float(np.float32(reference_dense.uniform(4351, 1))) * 4000
+    module.BLOCK = 2048  # type: ignore[attr-defined]
+    assert module.sample(torch.zeros(1, 4000), settings).tolist() == [2670]
+
+
 MUTATIONS = [
     Mutation(
         "first = tl.min(tl.where(values == greatest, ids,",
@@ -289,8 +359,29 @@ MUTATIONS = [
         check_greedy,
     ),
     Mutation("tl.where(greatest > highest, first,", "tl.where(greatest >= highest, first,", check_greedy),
+    Mutation(
+        'highest = tl.full([], float("-inf"), tl.float32)', "highest = tl.full([], 0.0, tl.float32)", check_below_0
+    ),
+    Mutation(
+        'other=float("-inf")).to(tl.float32)\n        greatest',
+        "other=0.0).to(tl.float32)\n        greatest",
+        check_below_0,
+    ),
+    Mutation("(bits >> 11).to(tl.float64)", "(bits >> 11).to(tl.float32)", check_bits),
+    Mutation("tl.maximum(temperature, 1e-20)", "tl.maximum(temperature, 1e-2)", check_cold),
+    Mutation("tl.maximum(temperature, 1e-20)", "temperature", check_cold),
+    Mutation('(values > float("-inf")) &', "(values == values) &", check_hot),
+    Mutation("tl.where(bits < 0, bits ^ 0x7FFFFFFF,", "tl.where(bits < 0, bits ^ 0x7FFFFFFE,", check_adjacent),
+    Mutation("tl.where(key < 0, key ^ 0x7FFFFFFF,", "tl.where(key < 0, key ^ 0x7FFFFFFE,", check_adjacent),
+    Mutation("return sums\n", "return sums.to(tl.float32)\n", check_tail),
+    Mutation("found = before + sums.to(tl.float64) >", "found = before.to(tl.float32) + sums >", check_tail),
     Mutation("(first.to(tl.uint64) << 32) | second", "(second.to(tl.uint64) << 32) | first", check_seeded),
     Mutation("tl.load(seeds + number)", "tl.load(seeds)", check_seeded),
+    Mutation(
+        "    tl.store(out + number, token.to(tl.int64))",
+        "    tl.store(out + number, token.to(tl.int64))\n    tl.store(positions + number, number)",
+        check_plain,
+    ),
     Mutation("tl.load(positions + number)", "tl.load(positions)", check_seeded),
     Mutation("u = tl.load(uniforms + number)", "u = tl.load(uniforms)", check_plain),
     Mutation("row = logits + number * stride", "row = logits + number * vocabulary", check_plain),
@@ -304,8 +395,13 @@ MUTATIONS = [
     Mutation("top_k < count", "top_k < 0", check_top_k),
     Mutation("(top_k.to(tl.float64) - beyond) * each", "each", check_top_k),
     Mutation("tl.minimum(low + 1, 2147483647)", "low", check_top_k),
+    Mutation("tl.minimum(low + 1, 2147483647)", "low + 2", check_adjacent),
     Mutation("target = top_p * kept", "target = top_p", check_top_p),
     Mutation("tl.ceil((target - above) / each)", "tl.floor((target - above) / each)", check_top_p),
+    Mutation("high, target, False, False, BLOCK", "high, target, True, False, BLOCK", check_nucleus_within_ties),
+    Mutation("tl.ceil((target - above) / each)", "tl.ceil((target + above) / each)", check_nucleus_within_ties),
+    Mutation("tl.ceil((target - above) / each)", "tl.ceil((target - above) * each)", check_nucleus_within_ties),
+    Mutation("tl.floor((target - above) / each)", "tl.floor((target - above) * each)", check_draw_within_ties),
     Mutation("target, False, True, BLOCK, WAYS)", "target * 0, False, True, BLOCK, WAYS)", check_ties),
     Mutation("(target - above) / each), 0.0)", "target / each), 0.0)", check_ties),
     Mutation("ranks = seen + tl.cumsum", "ranks = tl.cumsum", check_ties),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dense_kernels import Mutation, assert_caught, needs_triton
+from tests.dense_kernels import Mutation, assert_caught, needs_triton, only_read
 from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
@@ -83,7 +83,8 @@ def check(case: Case, kernels: ModuleType = kv_write) -> None:
     new_keys, new_values = rows(case)
     found, right, quantised = pages(case), pages(case), case.stored in LARGEST
     slots = torch.tensor(case.slots, dtype=torch.int32, device=DEVICE)
-    kernels.kv_write(new_keys, new_values, slots=slots, **found.arguments(quantised))
+    with only_read(new_keys, new_values, slots):
+        kernels.kv_write(new_keys, new_values, slots=slots, **found.arguments(quantised))
     for kind, new in enumerate((new_keys, new_values)):
         reference.kv_write(new, right.pool[kind, 1:4], case.slots, right.scales[kind, 1:4] if quantised else None)
     # A GPU divides to the last bit but one: a scale may differ by that, and then an element by one step.

@@ -13,6 +13,7 @@ from tests.dense_kernels import (
     assert_close,
     guarded,
     needs_triton,
+    only_read,
     poisoned,
     random,
 )
@@ -35,21 +36,21 @@ def check_norm(module: ModuleType, size: int = 96, dtype: torch.dtype = torch.fl
         random(size, dtype=dtype),
         poisoned(3, size, dtype=dtype),
     )
-    given = x.whole.clone()
-    assert module.rms_norm(x.view, weight, EPS, out.view) is out.view
+    with only_read(x.whole, weight):
+        assert module.rms_norm(x.view, weight, EPS, out.view) is out.view
     assert_close(out.view, reference_dense.rms_norm(x.view, weight, EPS), dtype)
     out.assert_whole()
-    assert torch.equal(x.whole.nan_to_num(7), given.nan_to_num(7))
 
 
 def check_add(module: ModuleType, size: int = 96, dtype: torch.dtype = torch.float32) -> None:
     x, residual = guarded(random(3, size, dtype=dtype)), guarded(3 * random(3, size, dtype=dtype, seed=1))
     weight, out = random(size, dtype=dtype), poisoned(3, size, dtype=dtype)
     total, right = reference_dense.add_rms_norm(x.view, residual.view, weight, EPS)
-    module.add_rms_norm(x.view, residual.view, weight, EPS, out.view)
+    with only_read(x.whole, weight):
+        module.add_rms_norm(x.view, residual.view, weight, EPS, out.view)
     assert torch.equal(residual.view, total)
     assert_close(out.view, right, dtype)
-    for buffer in (x, residual, out):
+    for buffer in (residual, out):
         buffer.assert_whole()
 
 
@@ -77,7 +78,8 @@ def check_rope(
     norms = (random(size, dtype=dtype, seed=1), random(size, dtype=dtype, seed=2)) if normed else None
     right = reference_dense.norm_rope(qkv.view, positions, cos, sin, heads, norms, EPS)
     values = qkv.view[:, heads[0] + heads[1] :].clone()
-    module.norm_rope(qkv.view, positions, cos, sin, heads, norms, EPS)
+    with only_read(positions, cos, sin, *norms or ()):
+        module.norm_rope(qkv.view, positions, cos, sin, heads, norms, EPS)
     assert_close(qkv.view, right, dtype)
     assert torch.equal(qkv.view[:, heads[0] + heads[1] :], values)
     qkv.assert_whole()
