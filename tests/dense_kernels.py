@@ -1,7 +1,8 @@
 """What the kernels' tests share: buffers with canaries around every row, tolerances, broken copies of a module.
 
 A file of tests that imports `few_programs` is held to two rules: fewer than ten programs a test, in all its launches;
-and no access to memory but to elements of the tensors that a kernel was given.
+and no access to memory but to elements of the tensors that a kernel was given. One that imports `nothing_beside`, to
+the second.
 
 Imported before any kernel: Triton looks at TRITON_INTERPRET when a kernel's module is read.
 """
@@ -98,6 +99,16 @@ def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     with watched() as launched:
         yield
     assert sum(launched) <= MOST_PROGRAMS, f"{request.node.name}: {sum(launched)} programs, at most {MOST_PROGRAMS}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_beside() -> Iterator[None]:
+    """The second rule alone, for tests of a whole engine. On a GPU nothing is looked at."""
+    if not HAVE_TRITON:
+        yield
+        return
+    with watched():
+        yield
 
 
 @contextmanager

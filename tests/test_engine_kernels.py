@@ -1,4 +1,9 @@
-"""The engine with kernels/, interpreted: its tokens are those of the path in torch, by graphs and a step ahead too."""
+"""The engine with kernels/, interpreted: its tokens are those of the path in torch, by graphs and a step ahead too.
+
+A test here is of hundreds of programs, not of fewer than ten as the kernels' own: a model has two layers, each with
+several kernels, an answer has steps, and a graph of each size is run once where it would be captured. None of the
+programs may touch anything but the tensors that it was given.
+"""
 
 import subprocess
 import sys
@@ -10,6 +15,7 @@ import pytest
 import torch
 
 from tests.dense_kernels import needs_triton
+from tests.dense_kernels import nothing_beside as nothing_beside
 
 # isort: split
 from kernels import attention_api
@@ -48,9 +54,9 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gpu.tiles.cache_clear()
 
 
-def generated(engine: ModelRunner, longest: int = 14, **params: Any) -> list[list[int]]:
+def generated(engine: ModelRunner, count: int = 3, longest: int = 14, **params: Any) -> list[list[int]]:
     """Prompts in chunks beside decodes."""
-    sequences = [sequence(p, i, **{"max_tokens": 3} | params) for i, p in enumerate(prompts(3, longest=longest))]
+    sequences = [sequence(p, i, **{"max_tokens": 3} | params) for i, p in enumerate(prompts(count, longest=longest))]
     drive(engine, sequences, budget=11)
     return outputs(sequences)
 
@@ -80,9 +86,10 @@ def test_logits_over_keys_and_values_in_fp8_are_near(llama: Weights) -> None:
 @pytest.mark.parametrize("read", ["llama", "qwen2-windows"], indirect=True)
 @pytest.mark.usefixtures("short_pieces")
 def test_by_graphs_greedy_tokens_are_the_same(read: Weights) -> None:
-    engine = by_graphs(read, max_model_len=48)
-    found = generated(engine, longest=40, max_tokens=4)
-    assert found == generated(runner(read, cpu_kernels="torch"), longest=40, max_tokens=4)
+    engine = by_graphs(read, max_model_len=48, max_num_seqs=2)
+    asked = {"count": 2, "longest": 40}
+    found = generated(engine, **asked)
+    assert found == generated(runner(read, cpu_kernels="torch"), **asked)
     stepper = engine._stepper
     assert stepper
     assert stepper.guessed

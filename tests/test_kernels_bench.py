@@ -291,6 +291,17 @@ def test_without_a_gpu_the_script_says_so(capsys: pytest.CaptureFixture[str]) ->
     assert "--only 'warp'; would be right: environment" in capsys.readouterr().err
 
 
+def test_an_interrupted_script_says_where_its_results_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*of: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "run", run)
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == f"kernels.gpu: interrupted; what was measured is in {tmp_path}\n"
+
+
 def test_one_wrong_row_makes_a_stage_not_whole() -> None:
     right = {"rows": [{"kernel": "k", "shape": "s", "error": 0.1, "allowed": 0.2, "ok": True}], "took_s": 1.0}
     right["same_in_any_batch"] = {"k": True}
