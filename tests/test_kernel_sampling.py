@@ -344,6 +344,21 @@ def check_tail(module: ModuleType) -> None:
         )
 
 
+def check_three_blocks(module: ModuleType) -> None:
+    """Of equal tokens one in each block: what stands before the third is the sum of two."""
+    module.BLOCK, module.WAYS = sampling.BLOCK, sampling.WAYS  # type: ignore[attr-defined]
+    us = torch.tensor([20.5, 75.5, 140.5], dtype=torch.float64) / 150
+    for more in ({}, {"min_p": 0.5}):
+        assert module.sample(torch.zeros(3, 150), asked(3, **more), us).tolist() == [20, 75, 140]
+
+
+def check_end(module: ModuleType) -> None:
+    """Where a row's two sums differ by their rounding, which a u of 1 stands for: the last token that can be."""
+    logits = -1 - random(2, 50, seed=9).abs()
+    logits[:, 45:] = float("-inf")
+    assert module.sample(logits, asked(2), torch.ones(2, dtype=torch.float64)).tolist() == [44, 44]
+
+
 def check_bits(module: ModuleType) -> None:
     """Of 4,000 equal tokens the one at u · 4,000 = 2670.99996: in 24 bits it would be the next."""
     settings = asked(1)._replace(seed=torch.tensor([4351]), position=torch.tensor([1]))
@@ -352,7 +367,21 @@ def check_bits(module: ModuleType) -> None:
     assert module.sample(torch.zeros(1, 4000), settings).tolist() == [2670]
 
 
+LOAD = 'mask=ids < vocabulary, other=float("-inf")).to(tl.float32)\n        '  # four times, by what comes after it
+BEYOND = LOAD.replace("<", "<=")
 MUTATIONS = [
+    Mutation(LOAD + "greatest", BEYOND + "greatest", check_greedy),
+    Mutation(
+        LOAD + "weights = _weigh(values, highest, inverse, floor)",
+        BEYOND + "weights = _weigh(values, highest, inverse, floor)",
+        check_plain,
+    ),
+    Mutation(LOAD + "equal", BEYOND + "equal", check_ties),
+    Mutation(
+        LOAD + "weights = _weigh(values, highest, inverse, 0",
+        BEYOND + "weights = _weigh(values, highest, inverse, 0",
+        check_plain,
+    ),
     Mutation(
         "first = tl.min(tl.where(values == greatest, ids,",
         "first = tl.max(tl.where(values == greatest, ids,",
@@ -363,8 +392,8 @@ MUTATIONS = [
         'highest = tl.full([], float("-inf"), tl.float32)', "highest = tl.full([], 0.0, tl.float32)", check_below_0
     ),
     Mutation(
-        'other=float("-inf")).to(tl.float32)\n        greatest',
-        "other=0.0).to(tl.float32)\n        greatest",
+        LOAD + "greatest",
+        LOAD.replace('float("-inf")', "0.0") + "greatest",
         check_below_0,
     ),
     Mutation("(bits >> 11).to(tl.float64)", "(bits >> 11).to(tl.float32)", check_bits),
@@ -405,6 +434,16 @@ MUTATIONS = [
     Mutation("target, False, True, BLOCK, WAYS)", "target * 0, False, True, BLOCK, WAYS)", check_ties),
     Mutation("(target - above) / each), 0.0)", "target / each), 0.0)", check_ties),
     Mutation("ranks = seen + tl.cumsum", "ranks = tl.cumsum", check_ties),
+    Mutation(
+        LOAD + "weights = _weigh(values, highest, inverse, 0",
+        LOAD.replace('float("-inf")', "0.0") + "weights = _weigh(values, highest, inverse, 0",
+        check_end,
+    ),
+    Mutation("token < 0, last, token", "token < 0, vocabulary, token", check_end),
+    Mutation("tl.where(weights > 0, ids, 0)", "tl.where(weights >= 0, ids, 0)", check_end),
+    Mutation("seen += tl.sum", "seen = tl.sum", check_three_blocks),
+    Mutation("before += tl.max(sums", "before = tl.max(sums", check_three_blocks),
+    Mutation("sums += tl.sum(", "sums = tl.sum(", check_three_blocks),
     Mutation("(ranks <= rank)", "(ranks < rank)", check_ties),
     Mutation("before += tl.max(sums, 0).to(tl.float64)", "before = 0 * before", check_plain),
     Mutation("before + sums.to(tl.float64) > target", "before + sums.to(tl.float64) >= target", check_at_0),

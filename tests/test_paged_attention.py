@@ -256,6 +256,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         lambda a: {"work": laid_out(Case([1, 1], [5, 5], kv_heads=2))},
         "work is of 2 rows of 2 sequences",
     ),
+    "work of more rows": (
+        lambda a: {"work": laid_out(Case([5], [20], kv_heads=2))},
+        "work is of 5 rows of 1 sequences",
+    ),
     "out": (lambda a: {"out": a["out"][:, :1]}, r"out is \[4, 1, 64\]; would be right: \[4, 2, 64\]"),
     "out's dtype": (lambda a: {"out": a["out"].half()}, "out is float16; would be right: float32"),
     "float64": (lambda a: {"query": a["query"].double()}, "query is float64"),
