@@ -440,6 +440,8 @@ MUTATIONS = [
         check_end,
     ),
     Mutation("token < 0, last, token", "token < 0, vocabulary, token", check_end),
+    Mutation("last = tl.maximum(last, tl.max(", "last = tl.minimum(last, tl.max(", check_end),
+    Mutation("last = tl.maximum(last, tl.max(", "last = tl.maximum(last, tl.min(", check_end),
     Mutation("tl.where(weights > 0, ids, 0)", "tl.where(weights >= 0, ids, 0)", check_end),
     Mutation("seen += tl.sum", "seen = tl.sum", check_three_blocks),
     Mutation("before += tl.max(sums", "before = tl.max(sums", check_three_blocks),
