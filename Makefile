@@ -67,6 +67,7 @@ lessons: .venv/.dev        ## what batching, memory, chunks, precision, caches a
 	$(BIN)/python -m bench.lessons
 
 gpu:                       ## on a machine with a GPU, 8 minutes: kernels and engine measured; PYTHON: one with CUDA torch
+	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "make gpu: $(PYTHON) has no torch; make gpu PYTHON=PATH, of an environment with a CUDA build of it, would be right" >&2; exit 2; }
 	$(PYTHON) -m kernels.gpu
 
 samples: .venv/.client     ## the samples in traces/, the workloads from their models
