@@ -200,7 +200,7 @@ def took_s(url, folder, *arguments):
     return time.monotonic() - begun, err
 
 
-START_S = 3.0  # of a Python with httpx on a busy machine, at most
+START_S = 12.0  # of a Python with httpx on a machine with much else to do, at most; the limits not asked for are longer
 
 
 def test_a_server_that_accepts_and_never_answers_is_given_up_in_time(tmp_path):
