@@ -150,7 +150,7 @@ class Book:
                 ) from None
         self.save()
 
-    def learnt(self, facts: Mapping[str, Mapping[str, str]]) -> None:
+    def keep_learnt(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """What was asked of the targets when the load was over, by target."""
         self.facts["learnt"] = _as_stored(facts)
         self.save()

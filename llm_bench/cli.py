@@ -179,7 +179,7 @@ def check(
         except BenchError as e:  # the others are shown all the same
             refused.append(e)
     if found:
-        _show_found(found, scored, agree)
+        _show_found(found, scored, agree and len(found) > 1)
     for refusal in refused[:-1]:
         terminal.fail(str(refusal))
     if refused:

@@ -19,6 +19,7 @@ from llm_bench.grpc_frames import GRPC_STATUS, frame, status_frame
 from llm_bench.kserve_messages import field, model_metadata, repository_index, server_metadata, server_ready
 
 SERVICE = "/inference.GRPCInferenceService/"
+HANDSHAKE_S = 2.0  # for connecting, and for each word of the server's
 _MODEL = "/v2/models/"
 
 
@@ -129,7 +130,7 @@ def _handshake(url: str, cafile: str, certificate: str, key: str) -> str:
         context = ssl.create_default_context(cafile=cafile or None)
         context.set_alpn_protocols(["h2"])
         if certificate:
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(certificate, key, password=lambda: "")  # a terminal is not asked for one
         with (
             socket.create_connection((host, parts.port or 443), HANDSHAKE_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as secure,
@@ -138,11 +139,10 @@ def _handshake(url: str, cafile: str, certificate: str, key: str) -> str:
             return "" if secure.recv(1) else "Socket closed after the handshake"
     except (ssl.SSLError, ConnectionResetError) as e:
         return str(e)
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 
-HANDSHAKE_S = 2.0  # for connecting, and for each word of the server's
 _DEADLINE_EXCEEDED = 4
 _CHUNKED = {"Transfer-Encoding": "chunked"}  # the status frame proves that the answer is whole, as a last chunk does
 

@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 
 # What differs between any two runs and is no setting.
-_INCIDENTAL = ("out", "name", "url", "headers", "key_env")
+_INCIDENTAL = ("out", "name", "url", "headers", "key_env", "management", "management_key_env")
 
 
 def settings_of(run: Run, target: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ GONE_AFTER = 20  # refused connections in a row, none answered between: then the
 MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
 
 # While a cell is driven only what is young is looked through, and seldom: a pass over all answers in flight stops the
-# loop for longer than a read. What it would have found waits for the end.
+# loop for longer than a read. What it would have found waits until the thresholds are the usual ones again.
 COLLECTING = (10_000, 10, 1_000_000)
 
 UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of what a core of 2023 was seen to carry

@@ -9,6 +9,7 @@ import httpx
 
 from llm_bench import talk, targets
 from llm_bench.answer import Answer
+from llm_bench.bodies import Ask
 from llm_bench.dialects import DIALECTS
 from llm_bench.exchange import Exchange
 from llm_bench.printable import clean
@@ -110,15 +111,23 @@ def of_list(client: httpx.Client, target: Target, status: int, body: bytes) -> s
 
 
 def of_answer(
-    client: httpx.Client, target: Target, model: str, models: list[str], got: Answer, exchange: Exchange
+    client: httpx.Client,
+    target: Target,
+    asked: Ask,
+    models: list[str],
+    got: Answer,
+    exchange: Exchange,
+    address: str = "",
 ) -> str:
-    """Of a first small request that failed."""
+    """Of a first small request that failed; `address`: where another page was asked than answers come from."""
+    model = asked.model
     if exchange.status in (401, 403):
         return of_key(target, exchange.status)
     body = b"".join(exchange.pieces)
     said = f"{got.error_kind}: {got.error}" if got.outcome != "ok" else "ok"
     text = f"target {target.name}: a small probe request failed ({said})"
-    answers = f"{target.url}{target.dialect.path_of(model, stream=True)} answers HTTP {exchange.status}"
+    address = address or target.url + target.dialect.path_of(model, asked.stream)
+    answers = f"{address} answers HTTP {exchange.status}"
     if talk.is_web_page(body):
         text = f"target {target.name}: {answers} with a web page (HTML), not {target.api}"
         return f"{text}; {_right(target)}{guess(client, target)}"
@@ -126,7 +135,8 @@ def of_answer(
         return f"{text}; model {model!r} is not among those that it lists: {some(models)}"
     if exchange.status in _NOT_THERE or got.error_kind == "protocol_error":
         there = f"is there a model {model!r}, and " if DIALECTS[target.api].takes.model == "path" else ""
-        return f"{text}; {answers}; {there}is it {target.api}? {_right(target)}{guess(client, target)}"
+        status = "" if DIALECTS[target.api].transport == "grpc" else f"{answers}; "  # gRPC's was another one
+        return f"{text}; {status}{there}is it {target.api}? {_right(target)}{guess(client, target)}"
     return text
 
 

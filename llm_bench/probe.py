@@ -40,8 +40,8 @@ AGREEMENT = (
     "Write a line of Python that adds a and b.",
     "Translate to French: good morning.",
 )
-AFTERWARDS_S = 5.0
 AGREED_TOKENS = 16  # of each: where two builds part, they mostly do so early
+AFTERWARDS_S = 5.0  # a question when the load is over: who waits for a report waits for it too
 # Two texts without a common block: the second probe must not be answered from the first one's cache.
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
 
@@ -72,12 +72,11 @@ class Probe(NamedTuple):
     told: Mapping[str, str] = {}  # of pins.FACTS, what the server says
     sized: bool = True  # are base_tokens and tokens_per_word the target's own count? Else it reports none
     prompts: Sequence[tuple[str, int]] = ()  # texts that were sent, and the tokens that each cost; not stored
-    # Asked where `whole` is: no figure and no doubt of a run rests on them.
+    # Asked where `whole` is, in a run by `afterwards`: no figure and no doubt rests on these three.
     prefix_cache: str = ""  # on, off or undecided; "": not asked, as of a single pass
     prefix_cache_seen: str = ""  # what says so
-    continuous_usage: str = (
-        ""  # the usage in each event of a stream: a word of probe_events.CONTINUOUS; "": nothing is streamed
-    )
+    continuous_usage: str = ""  # a word of probe_events.CONTINUOUS; "": nothing is streamed
+    # Of every probe.
     workers: str = ""  # that serve the model, where a management port tells
     rtt_probes: int = 0  # small GETs that rtt_ms is the median of
 
@@ -131,6 +130,8 @@ def probe(
         first, *others = (replace(target, url=url) for url in target.urls)
         found = _probe(first, tell, ready_s, stream, timeouts, compared, whole)
         waiting = [talk.aside(partial(_replica, other, ready_s, timeouts, tell)) for other in others]
+        for replica in waiting:
+            replica.exception()  # all have ended before one of them is refused: none says a word after that
         replicas = [replica.result() for replica in waiting]
         for other, (models, max_len, told) in zip(others, replicas, strict=True):  # each has to be the same
             pins.check_alike(first, found.told, other.url, told)
@@ -151,11 +152,10 @@ def afterwards(target: Target, found: Probe, timeouts: Timeouts = _DEFAULT) -> d
     first = replace(target, url=target.urls[0])
     row, limit = target.dialect, target.max_model_len or found.max_model_len
     with talk.client_of(first, timeouts) as client:
-        kept = Prompts()
-        if found.sized:
-            kept = probe_prompts.learn(client, first, found.ask, timeouts, [], limit)
-        facts = {"prefix_cache": kept.cache, "prefix_cache_seen": kept.cache_seen}
+        facts: dict[str, str] = {}
         if not row.comes.single_pass:
+            kept = probe_prompts.learn(client, first, found.ask, timeouts, [], limit)
+            facts = {"prefix_cache": kept.cache, "prefix_cache_seen": kept.cache_seen}
             got, exchange = talk.ask(client, first, _question(0, _FIRST_TOKENS), found.ask, timeouts)
             if got.outcome == "ok":
                 facts["continuous_usage"] = probe_events.ask(client, first, found.ask, got, exchange, timeouts)
@@ -204,6 +204,8 @@ def _probe(
         if models and model not in models:
             notes.append(f"model {model!r} is not among those that it lists: {mistaken.some(models)}")
         trip = talk.aside(partial(_round_trip, target, timeouts, RTT_LONGEST_S if whole else RTT_SHORTLY_S))
+        if whole:
+            trip.exception()  # waits: each question alone
         told = pins.told(client, target) | ({"revision": managed.version} if managed.version else {})
         rtt_ms, connect_ms, rtt_probes = trip.result()  # over before anything is generated, which would stretch it
         pins.check(target, told)
@@ -393,7 +395,7 @@ def _described(client: httpx.Client, target: Target, model: str, models: list[st
             raise TargetError(f"target {target.name}: {address}: {e}") from None
     exchange = Exchange(status=status, ended=COMPLETE, pieces=[body] if body else [])
     got = answer.read(exchange, row, streamed=False, asked_out=None, pinned=False)
-    raise TargetError(mistaken.of_answer(client, target, model, models, got, exchange))
+    raise TargetError(mistaken.of_answer(client, target, Ask(model), models, got, exchange, address))
 
 
 def _round_trip(target: Target, timeouts: Timeouts, longest_s: float) -> tuple[float | None, float | None, int]:
@@ -443,7 +445,7 @@ def _ladder(
         tried = ask._replace(pin_lengths=pin_lengths, include_usage=include_usage)
         got, exchange = talk.ask(client, target, opening, tried, timeouts)
         if got.outcome == "ok" and talk.is_web_page(b"".join(exchange.pieces)):
-            raise TargetError(mistaken.of_answer(client, target, ask.model, models, got, exchange))
+            raise TargetError(mistaken.of_answer(client, target, ask, models, got, exchange))
         if got.outcome == "ok":
             if note:
                 notes.append(note)
@@ -456,4 +458,4 @@ def _ladder(
         if exchange.status not in (400, 422):
             break
     assert first is not None  # the ladder's first rung is every protocol's
-    raise TargetError(mistaken.of_answer(client, target, ask.model, models, *first))
+    raise TargetError(mistaken.of_answer(client, target, ask, models, *first))

@@ -72,11 +72,9 @@ def _key_words(target: Target) -> str:
     if target.management_key_env:
         return f"the key in the variable {target.management_key_env} was refused"
     name_it = "name its variable by `management_key_env` in the target's table of targets.toml"
-    return (
-        f"the target's key was refused: where this API has its own, {name_it}"
-        if target.key_env
-        else (f"it wants a key; {name_it}")
-    )
+    if target.key_env:
+        return f"the target's key was refused: where this API has its own, {name_it}"
+    return f"it wants a key; {name_it}"
 
 
 def _ready(

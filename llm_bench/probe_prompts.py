@@ -125,7 +125,7 @@ def _sized(fresh: Sequence[Sent], notes: list[str]) -> Prompts:
         fmean(tokens for words, tokens in points if words == count) for count in (points[0][0], points[1][0])
     )
     if long <= short:
-        notes.append(f"prompt tokens do not grow with the prompt ({points[:2]}): they are sized at one token a word")
+        notes.append(f"prompt tokens do not grow with the prompt ({points[:2]}): {ONE_A_WORD}")
         return Prompts()
     return Prompts(Sizer.fit(points), True, texts)
 

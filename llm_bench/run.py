@@ -5,7 +5,7 @@ Everything that a cell measured is on disk before the next begins; `run.json` na
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             begin(declared, options, rows, exact.get(declared.name), say, stack, compared=several)
             for declared in job.targets
         ]
-        ready = _sized_alike(ready, say)
+        ready = sized_alike(ready, say)
         places = arms.schedule(len(ready), len(loads), options.rounds)
         several, interleave = options.rounds.several, options.rounds.interleave
         fastest = min((arm.found for arm in ready), key=lambda found: found.alone_ms / found.alone_tokens)
@@ -166,11 +166,12 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
                 say(f"{end['reason']}; what was measured is in {options.out}, --resume measures the rest")
                 return Ended(died=end["reason"])
             settle(end, arm.target, say)
-        book.learnt({arm.target.name: learnt(arm, options, say) for arm in ready})
+        with suppress(KeyboardInterrupt):  # all is measured: who does not wait for this gets the report
+            book.keep_learnt({arm.target.name: ask_afterwards(arm, options, say) for arm in ready})
     return Ended()
 
 
-def learnt(arm: Arm, options: Options, say: Say) -> dict[str, str]:
+def ask_afterwards(arm: Arm, options: Options, say: Say) -> dict[str, str]:
     """Of a target that has done its work: what is asked now, so that no request had to wait for it. Says it too."""
     facts = probe.afterwards(arm.target, arm.found, options.timeouts)
     names = {"prefix_cache": "prefix cache", "continuous_usage": "usage in every event"}
@@ -230,7 +231,7 @@ def begin(
     return Arm(target, found, requests, effect, exact)
 
 
-def _sized_alike(ready: Sequence[Arm], say: Say) -> list[Arm]:
+def sized_alike(ready: Sequence[Arm], say: Say) -> list[Arm]:
     """Targets that are compared get texts of one length, where one of them does not count what they cost it."""
     sized = probe.sized_alike({arm.target.name: arm.found for arm in ready})
     alike = [arm._replace(found=sized[arm.target.name]) for arm in ready]
@@ -255,16 +256,12 @@ def one(
     facts = cell.round_facts()
     book.begin_cell(cell.name, {"target": arm.target.name, "load": cell.load_facts(), **facts})
     planned = faults.parse(cell.options.faults)
-    end = measure(
-        cell,
-        {**book.header({"too_long": arm.effect}), **facts},
-        say,
-        live,
-        workers,
-        watch,
-        planned=planned,
-        fleet=fleet,
-    )
+    header = {**book.header({"too_long": arm.effect}), **facts}
+    try:
+        end = measure(cell, header, say, live, workers, watch, planned=planned, fleet=fleet)
+    except BenchError:
+        shards.hear_signals()
+        raise
     if end["turns_not_sent"]:
         say(f"{cell.name}: {end['turns_not_sent']} later turns were not sent: a turn failed or was cut")
     return end

@@ -160,7 +160,7 @@ def _prompt_tokens(a: Side, b: Side) -> str:
 
 
 def _bytes_sent(a: Side, b: Side) -> str:
-    """Where one side counts no prompt tokens: a word was taken for one there, and for what it costs at the other."""
+    """Where one side counts no prompt tokens: in two runs a word was taken for one there; in one both get a length."""
     silent = [side.name for side in (a, b) if not (side.cell["tokens_in"][side.ok] > 0).any()]
     sent = [side.cell["bytes_out"][rows] for side, rows in zip((a, b), _both(a, b), strict=True)]
     if not silent or any(not len(bytes_) or bytes_.min() < 0 for bytes_ in sent):

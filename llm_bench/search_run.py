@@ -78,6 +78,7 @@ def find(job: Job, options: Options, asked: Search, say: Say, live: Say) -> tupl
         facts = run.asked(job, options, rows, [])
         book = stack.enter_context(closing(Book(options.out, facts, private, resume=job.resume)))
         ready = [run.begin(t, options, rows, exact.get(t.name), say, stack) for t in job.targets]
+        ready = run.sized_alike(ready, say)
         book.begin({arm.target.name: run.deciding(arm.found) for arm in ready})
         searched = [_Searched(job, options, asked, arm, book) for arm in ready]
         for target in searched:  # all before the first cell: no answer is lost to the next target's refusal
@@ -170,6 +171,8 @@ class _Searched:
             watch = Backlog(cell.due_ns, load.max_in_flight)
         gone = ""
         end = run.one(cell, arm, book, say, shown, self._job.workers, watch)
+        end |= {"took_s": time.monotonic() - begun_s, "place": len(self.seen)}
+        book.end_cell(cell.name, end)
         shards.hear_signals()
         if end["reason"] not in ("interrupted", "target gone") and not end["reason"].startswith("worker "):
             run.settle(end, arm.target, say)
@@ -179,8 +182,8 @@ class _Searched:
                 except TargetError as e:  # what the cell measured stands; the next search step would meet nobody
                     say(str(e))
                     gone = arm.target.name
-        end |= {"took_s": time.monotonic() - begun_s, "place": len(self.seen)}
-        book.end_cell(cell.name, end)
+            end["took_s"] = time.monotonic() - begun_s  # of the budget: what the target needed to recover too
+            book.end_cell(cell.name, end)
         if end["reason"] == "interrupted":
             return Ended(interrupted=True)
         if end["reason"] == "target gone":

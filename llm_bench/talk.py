@@ -27,7 +27,8 @@ from llm_bench.request import Request
 from llm_bench.targets import Target
 
 PAGE_BYTES = 1 << 24  # of a page; what is longer is no list of models
-_BUSY = (429, 503)  # what a server says that takes fewer at once
+_BUSY = (429, 503)  # what a server says that takes fewer at once, and how an exchange ends with one that says nothing
+_CROWDED = (CONNECT_ERROR, CONNECT_TIMEOUT, TTFT_TIMEOUT, TOTAL_TIMEOUT)
 
 T = TypeVar("T")
 
@@ -134,7 +135,7 @@ def ask_together(
 ) -> list[tuple[answer.Answer, Exchange]]:
     """Each request at once, on a connection of its own: for what is read of the answers, and not of their times.
 
-    Those that a server turned away for having too many are asked again, alone.
+    Those that failed for want of room are asked again, alone: turned away, refused, or behind the others for too long.
     """
 
     def one(request: Request) -> tuple[answer.Answer, Exchange]:
@@ -143,6 +144,6 @@ def ask_together(
     waiting = [aside(partial(one, request)) for request in requests]
     found = [future.result() for future in waiting]
     return [
-        one(request) if exchange.status in _BUSY else (got, exchange)
+        one(request) if exchange.status in _BUSY or exchange.ended in _CROWDED else (got, exchange)
         for request, (got, exchange) in zip(requests, found, strict=True)
     ]

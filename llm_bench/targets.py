@@ -35,7 +35,6 @@ from llm_bench.target import Target as Target
 from llm_bench.target import httpx_proxy as httpx_proxy
 from llm_bench.target import proxy_line as proxy_line
 from llm_bench.target import proxy_of as proxy_of
-from llm_bench.target import unused_proxy as unused_proxy
 
 # Targets that need no server of the user's: each is a process of its own that says on stdout where it listens.
 _ENGINE = ("-m", "reference_engine", "--port", "0", "--exit-with-stdin")

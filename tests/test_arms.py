@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +23,6 @@ from llm_bench.run import Job, run
 from llm_bench.targets import BUILT_IN, Target
 from tests.bench import good, llm_server, prompt_of, rows, trace_file
 from tests.scripted import Scripted, Seen
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """A run leaves its own handler of SIGTERM behind, as a command line may."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
 
 # ---- the order
 

@@ -138,6 +138,14 @@ def test_a_target_that_answers_no_more_when_the_load_is_over_leaves_what_it_coul
     assert probe.afterwards(target, found) == {}
 
 
+def test_a_target_that_hangs_when_the_load_is_over_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(probe, "AFTERWARDS_S", 0.2)
+    with Scripted(far) as server:
+        found = probe.probe(Target("t", server.url), lambda text: None, 5.0)
+    with Scripted(["hang"]) as server:
+        assert "continuous_usage" not in probe.afterwards(Target("t", server.url), found)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_server_that_takes_one_request_at_a_time_is_asked_again(status):
     refused = []

@@ -1,8 +1,7 @@
 """What is sent of a trace, seen by the server: rows, histories, bodies, lengths, classes; and the engine's cache."""
 
 import json
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +20,6 @@ from tests.bench import good, llm_server, trace_file
 from tests.scripted import Script, Scripted, Seen, http_response, usage
 
 ONE_SLOT = (Load(concurrency=1),)
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """A run leaves its own handler of SIGTERM behind, as a command line may."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 class Replayed(NamedTuple):
