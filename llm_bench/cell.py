@@ -107,7 +107,7 @@ class Cell:
             count=options.requests,
             duration_s=options.duration_s,
             loop=options.loop_trace,
-            alone_s=_alone_s(requests, pace or found),
+            alone_s=seconds_alone(requests, pace or found),
         )
         self.arrivals_seed = arms.arrivals_seed(options.seed, place.pair) if place else options.seed
         due_ns = plan.due_times(rows, load, self.arrivals_seed)
@@ -115,7 +115,7 @@ class Cell:
         if load.class_alone:  # last, so that its requests are those of the mix, and due when they are due there
             kept = plan.of_class(rows, kept, load.class_alone)
         self.requests, self.due_ns = [rows[i] for i in kept], due_ns[kept]
-        self.alone_s = _alone_s(self.requests, pace or found)
+        self.alone_s = seconds_alone(self.requests, pace or found)
         self._numbers = kept  # a request's place in the whole plan decides its text, as its salt does
         self._before = {after: row for row, after in selection.successive(self.requests)}
         self._go_on = set(self._before.values())
@@ -314,10 +314,14 @@ class Cell:
 _FROM_ANSWER = tuple(name for name in Answer._fields if name in Record.__dataclass_fields__)
 
 
-def _alone_s(requests: Sequence[Request], found: Probe) -> float:
-    """What a mean request would take alone, by the one short probe: good enough to spread a first wave."""
+def seconds_alone(requests: Sequence[Request], found: Probe) -> float:
+    """Seconds that a mean request would take alone, by the one short probe: good enough to spread a first wave.
+
+    An answer whose tokens nobody counts, as a single pass's or a whole one's without usage, takes what the probe took.
+    """
     outs = [r.tokens_out for r in requests if r.tokens_out] or [1]
-    return found.alone_ms / 1e3 * float(np.mean(outs)) / found.alone_tokens
+    counted = found.usage_in_stream or found.ttft_ms is not None
+    return found.alone_ms / 1e3 * (float(np.mean(outs)) / found.alone_tokens if counted else 1.0)
 
 
 def _is_whole(request: Request) -> bool:

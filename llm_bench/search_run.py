@@ -9,12 +9,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from llm_bench import arms, doubts, objectives, plan, probe, records, run, scrape_machine, search, shards, windows
 from llm_bench.beside import Say
 from llm_bench.book import Book
-from llm_bench.cell import Cell, Options
+from llm_bench.cell import Cell, Options, seconds_alone
 from llm_bench.client import CLIENT_LIMITED
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.objectives import Slo
@@ -96,9 +94,7 @@ class _Searched:
 
     def __init__(self, job: Job, options: Options, asked: Search, arm: Arm, book: Book) -> None:
         self._job, self._options, self._asked, self._arm, self._book = job, options, asked, arm, book
-        outs = [r.tokens_out for r in arm.requests if r.tokens_out] or [1]
-        alone_s = arm.found.alone_ms / 1e3 * float(np.mean(outs)) / arm.found.alone_tokens
-        self.plan = _plan(asked, alone_s)
+        self.plan = _plan(asked, seconds_alone(arm.requests, arm.found))
         cells = [c for c in book.facts["cells"] if c["target"] == arm.target.name and book.is_done(c["name"])]
         cells.sort(key=lambda c: int(c["end"].get("place", 0)))
         for c in cells:
