@@ -88,7 +88,8 @@ class GrpcPages(httpx.BaseTransport):
         except StopIteration:
             first = []
         except _CallError as e:
-            return httpx.Response(e.status, content=status_frame(e.code, e.text))
+            # A stream, which is read once as it comes: httpx has read `content` already, and would refuse.
+            return httpx.Response(e.status, headers=_CHUNKED, stream=httpx.ByteStream(status_frame(e.code, e.text)))
         return httpx.Response(200, headers=_CHUNKED, stream=_Frames(first, messages))
 
     def _messages(self, path: str, message: bytes, limit_s: float | None) -> Iterator[bytes]:
