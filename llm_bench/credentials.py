@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError
@@ -108,7 +109,15 @@ def _secret_headers(target: Target) -> list[tuple[str, str]]:
     if target.key_env:
         name, form = DIALECTS[target.api].site.key_header
         headers.append((name, form.format(key=os.environ[target.key_env])))
+        # Engines that speak another's protocol, as vLLM Anthropic's, look for the key where OpenAI's routes have it.
+        if "authorization" not in {n.lower() for n, _ in headers} and not _is_the_vendor(target):
+            headers.append(("Authorization", f"Bearer {os.environ[target.key_env]}"))
     return headers
+
+
+def _is_the_vendor(target: Target) -> bool:
+    """Is it the protocol's own maker, who takes a key in one header, and may refuse two?"""
+    return any((urlsplit(url).hostname or "").endswith("anthropic.com") for url in target.urls)
 
 
 def hider(target: Target) -> Callable[[str], str]:

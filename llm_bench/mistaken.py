@@ -43,6 +43,11 @@ def some(names: list[str]) -> str:
     return ", ".join(map(clean, names[:SHOWN])) + more
 
 
+def wants_key(status: int, body: bytes) -> bool:
+    """Is an answer that of a server to a request without its key, or with another? TorchServe's has status 400."""
+    return status in (401, 403) or (status == 400 and b"InvalidKeyException" in body)
+
+
 def of_key(target: Target, status: int) -> str:
     """Of an answer that wants another key."""
     if target.key_env:
@@ -88,8 +93,11 @@ def of_name(target: Target, models: list[str]) -> str:
 
 def of_close(target: Target, why: str) -> str:
     """What is added where a server of TLS ends each connection without an alert, as asyncio's do; "" elsewhere."""
-    if not target.url.startswith("https") or not _CLOSED.search(why):
+    if not _CLOSED.search(why):
         return ""
+    if not target.url.startswith("https"):
+        grpc = target.dialect.transport == "grpc"
+        return "; it closes without a word, as where TLS is spoken: https:// would be right there" if grpc else ""
     likely = (
         "the client certificate of `cert` is not one of its authority's, or has expired"
         if target.cert
@@ -121,9 +129,9 @@ def of_answer(
 ) -> str:
     """Of a first small request that failed; `address`: where another page was asked than answers come from."""
     model = asked.model
-    if exchange.status in (401, 403):
-        return of_key(target, exchange.status)
     body = b"".join(exchange.pieces)
+    if wants_key(exchange.status, body):
+        return of_key(target, exchange.status)
     said = f"{got.error_kind}: {got.error}" if got.outcome != "ok" else "ok"
     text = f"target {target.name}: a small probe request failed ({said})"
     address = address or target.url + target.dialect.path_of(model, asked.stream)
@@ -133,6 +141,8 @@ def of_answer(
         return f"{text}; {_right(target)}{guess(client, target)}"
     if model and models and model not in models:
         return f"{text}; model {model!r} is not among those that it lists: {some(models)}"
+    if not target.model and len(models) > 1:
+        text += f"; asked was {model!r}, the first of those that it lists ({some(models)}): --model names another"
     if exchange.status in _NOT_THERE or got.error_kind == "protocol_error":
         there = f"is there a model {model!r}, and " if DIALECTS[target.api].takes.model == "path" else ""
         status = "" if DIALECTS[target.api].transport == "grpc" else f"{answers}; "  # gRPC's was another one
@@ -163,12 +173,13 @@ def _right(target: Target) -> str:
 
 def guess(client: httpx.Client, target: Target) -> str:
     """As which other protocol, or where else, the same server would answer; "" where none is found."""
-    deadline_s = time.monotonic() + GUESSES_S
+    deadline_s, calls = time.monotonic() + GUESSES_S, target.dialect.transport == "grpc"
     seen: dict[str, bytes] = {}  # address -> body of an answer 2xx, or b""
     for name, row in DIALECTS.items():
         url = targets.root_of(target.url) + row.site.base
         address, says = _sign(name, url)
-        if name == target.api and url == target.url:
+        # A gRPC client's pages are calls: they say nothing of HTTP, and pages of HTTP nothing of calls.
+        if (name == target.api and url == target.url) or (row.transport == "grpc") != calls:
             continue
         if address not in seen:
             left_s = deadline_s - time.monotonic()

@@ -369,7 +369,7 @@ def _models(
             say(f"waiting for {target.name} at {target.url}, up to {ready_s:g} s ({why})")
             waited = True
         time.sleep(min(0.5, max(deadline_s - time.monotonic(), 0)))
-    if status in (401, 403):
+    if mistaken.wants_key(status, body):
         raise TargetError(mistaken.of_key(target, status))
     if said := mistaken.of_page(target, body):
         raise TargetError(said)

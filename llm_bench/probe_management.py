@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from llm_bench import talk
+from llm_bench import mistaken, talk
 from llm_bench.errors import TargetError
 from llm_bench.exchange import Timeouts
 from llm_bench.protocol import Loaded, Management, path_for
@@ -44,7 +44,7 @@ def ask(target: Target, say: Callable[[str], None], ready_s: float, timeouts: Ti
         models = tuple(listed.model for listed in row.listed(body)) if status == 200 else ()
         if not models:
             why = why or ("it lists no model" if status == 200 else f"HTTP {status}")
-            wants_key = status in (401, 403)
+            wants_key = mistaken.wants_key(status, body)
             if target.management:
                 right = _key_words(target) if wants_key else "expected its models"
                 raise TargetError(f"target {target.name}: its management API at {asked.url}: {why}; {right}")

@@ -13,9 +13,10 @@ import httpx
 import orjson
 import pytest
 
-from llm_bench import probe, records, talk, targets
+from llm_bench import mistaken, probe, records, talk, targets
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
+from llm_bench.grpc_frames import Status
 from llm_bench.targets import Target
 from tests.bench import command, environment, rows, trace_file
 from tests.certificates import make_certificate, sign
@@ -81,6 +82,23 @@ def test_a_model_that_is_not_there(api, model):
         said = mistake(target_of(server, api, "nope"))
     assert "no such model" in said
     assert "'nope' is not among those that it lists: llm, echo" in said
+
+
+@BOTH
+def test_a_call_that_its_server_refuses_is_said_in_its_words_and_no_page_of_http_is_offered(api, model):
+    """As Triton refuses ModelInfer of a decoupled model, after a good page of metadata."""
+    good = serve(models=MODELS)
+
+    def answer(number, seen):
+        refuses = seen.method.endswith(("ModelInfer", "ModelStreamInfer"))
+        return [(0, Status(12, "no decoupled model"))] if refuses else good(number, seen)
+
+    with ScriptedGrpc(answer) as server:
+        said = mistake(target_of(server, api, model))
+    assert said.startswith("target t: a small probe request failed (")
+    assert "no decoupled model" in said
+    other = {"kserve-grpc": "kserve-grpc-infer", "kserve-grpc-infer": "kserve-grpc"}[api]
+    assert said.endswith(f"; it answers as --api {other} would at {server.url}")
 
 
 @BOTH
@@ -175,6 +193,24 @@ def test_a_self_signed_certificate(api, model, tmp_path):
             "with --ca FILE"
         )
         assert probed(target_of(server, api, model, cafile=str(cert))).model == model
+
+
+def test_no_tls_where_it_is_spoken_is_one_sentence_and_nothing_of_grpcs_own_log(tmp_path):
+    key, cert = make_certificate(tmp_path)
+    identity = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    with ScriptedGrpc(serve(models=MODELS), identity) as server:
+        plain = f"http://localhost:{server.port}"
+        asked = ["--api", "kserve-grpc", "--model", "llm", "--ready-timeout", "0.2"]
+        said = [
+            subprocess.run(
+                command("targets", "check", f"t={url}", *asked),
+                capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(), check=False,
+            ).stderr.strip().splitlines()
+            for url in (plain, server.url)
+        ]  # fmt: skip
+    assert all(line.startswith(("waiting for t at", "llm-bench: target t:")) for line in (*said[0], *said[1])), said
+    assert "its certificate is not trusted" in said[1][-1]
+    assert "https:// would be right there" in mistaken.of_close(target_of(plain), "UNAVAILABLE: Socket closed")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,24 @@ def test_a_model_that_is_not_there(name):
     assert SPEAKS[name].unknown[2] in said
 
 
+def test_of_several_models_the_one_that_was_asked_is_said():
+    """Triton lists a model of tensors before one of text, and the user named none."""
+    good = serve("triton-generate")
+
+    def answer(number, seen):
+        if seen.path == "/v2/repository/index":
+            return body_of([{"name": name, "state": "READY"} for name in ("pass", MODEL)])
+        return body_of({"error": "expected 2 inputs"}, 400) if "/models/pass/" in seen.path else good(number, seen)
+
+    with Scripted(answer) as server:
+        said = refused(at(server, "triton-generate"))
+        assert said.endswith(
+            f"; asked was 'pass', the first of those that it lists (pass, {MODEL}): --model names another"
+        )
+        assert "the first of those" not in refused(at(server, "triton-generate", model="pass"))
+        assert probe.probe(at(server, "triton-generate", model=MODEL), silent, 5.0).model == MODEL
+
+
 def test_a_part_of_the_servers_name_is_no_wrong_one():
     """Of a file /models/Llama-3-8B.gguf, llama-3-8b."""
     target = Target("t", "http://h", api="llamacpp", model="llama-3-8b")
@@ -118,6 +137,28 @@ def test_a_missing_and_a_wrong_key(name, monkeypatch):
         assert "wrong-key-1234" not in said
         monkeypatch.setenv("SOME_KEY", "the-right-key")
         assert probe.probe(at(server, name, key_env="SOME_KEY"), silent, 5.0).alone_tokens > 0
+
+
+def test_a_key_of_another_makers_protocol_is_said_as_openais_routes_have_it_too(monkeypatch):
+    """vLLM's /v1/messages looks for it in Authorization alone; the protocol's maker gets its own header alone."""
+    monkeypatch.setenv("SOME_KEY", "the-right-key")
+    with Scripted(serve("anthropic-messages", key=("authorization", "Bearer the-right-key"))) as server:
+        target = at(server, "anthropic-messages", key_env="SOME_KEY")
+        assert probe.probe(target, silent, 5.0).alone_tokens > 0
+    both = dict(targets.auth_headers(target))
+    assert (both["x-api-key"], both["Authorization"]) == ("the-right-key", "Bearer the-right-key")
+    assert dict(targets.auth_headers(replace(target, headers={"authorization": "mine"})))["authorization"] == "mine"
+    maker = replace(target, url="https://api.anthropic.com/v1")
+    assert "Authorization" not in dict(targets.auth_headers(maker))
+
+
+def test_torchserve_says_of_a_key_that_the_request_is_bad(monkeypatch):
+    """As 0.12 answers every route, the one that asks for its health too."""
+    monkeypatch.setenv("SOME_KEY", "wrong-key-1234")
+    refusal = {"code": 400, "type": "InvalidKeyException", "message": "Token Authorization failed."}
+    with Scripted(lambda number, seen: body_of(refusal, 400)) as server:
+        assert refused(at(server, "torchserve")).startswith("target t: HTTP 400: it wants a key")
+        assert refused(at(server, "torchserve", key_env="SOME_KEY")) == "target t: HTTP 400: its key was refused"
 
 
 @every

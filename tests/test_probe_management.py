@@ -129,9 +129,9 @@ def test_a_query_in_its_url_names_the_table_of_the_target():
         targets.parse("t=http://h", Path("none.toml"), {"api": "torchserve", "management": "http://h:8081?key=1"})
 
 
-@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("status", [400, 401, 403])
 def test_a_port_that_wants_a_key_is_not_said_to_be_absent(status, monkeypatch):
-    refuses = [(0, http_response(status, b'{"code": 400, "message": "Token Authorization failed"}'))]
+    refuses = [(0, http_response(status, b'{"code": 400, "type": "InvalidKeyException", "message": "Token Auth"}'))]
     with Scripted(refuses) as port, Scripted(serve("torchserve")) as server:
         row = DIALECTS["torchserve"]
         beside = row._replace(site=row.site._replace(managed=row.site.managed._replace(port=port.port)))
