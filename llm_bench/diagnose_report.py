@@ -200,7 +200,17 @@ def _figures(case: Case) -> list[str]:
         shown = [_figure(name, of, figures) for name, of in figures.of.items()] if figures else []
         if shown:
             lines.append(", ".join(shown))
+    if batch := _mean_batch(case):
+        lines.append(batch)
     return [*lines, case.energy.text] if case.energy else lines
+
+
+def _mean_batch(case: Case) -> str:
+    """By the server's counters; only of single passes, since a stream's batch changes at each step."""
+    made, runs = case.said("inferences"), case.said("executions")
+    if case.work != "single pass" or not made or not runs:
+        return ""
+    return f"{made / runs:.3g} inputs a batch on average, by the server's counters"
 
 
 _OF_ONE = {

@@ -32,7 +32,12 @@ def check_rows(target: Target, found: Probe) -> list[tuple[str, str]]:
         ("round trip", "unknown" if found.rtt_ms is None else f"{found.rtt_ms:.2f} ms (median of {found.rtt_probes})"),
         ("connect", "unknown" if found.connect_ms is None else f"{found.connect_ms:.2f} ms"),
         ("TTFT of a short probe", "not streamed" if found.ttft_ms is None else f"{found.ttft_ms:.1f} ms"),
-        ("TPOT of a short probe", "unknown" if found.tpot_ms is None else f"{found.tpot_ms:.2f} ms"),
+        (
+            "TPOT of a short probe",
+            ("not streamed" if found.ttft_ms is None else "unknown")
+            if found.tpot_ms is None
+            else f"{found.tpot_ms:.2f} ms",
+        ),
         *([("workers", found.workers)] if found.workers else []),
         *[("note", note) for note in _notes(found)],
     ]

@@ -37,6 +37,10 @@ LARGEST_PAGE = 16_000_000  # bytes; Ray's page for one small app has 0.6 MB
 READY_S = 15.0  # for the first round: a page a server, asked at once
 SOURCES_MOST = 256
 HOST, GPU = "host", "gpu"  # sources that are no URL
+_ELSEWHERE = (
+    "give the whole address, such as http://host:8002/metrics, Triton's; MLServer's and TorchServe's are at port 8082"
+)
+_LIKELY = {"HTTP 404": f"; {_ELSEWHERE}", "HTTP 501": "; llama.cpp has its page where it is started with --metrics"}
 NO_ANSWER_S = 5.0  # the longest that a page is waited for, whatever the interval
 
 
@@ -51,6 +55,8 @@ class Asked(NamedTuple):
 def metrics_urls(asked: str, target: Target) -> list[str]:
     """The URLs to scrape of a target. Raises BenchError for what is no URL, or holds what may be a secret."""
     if asked.strip() == AUTO:
+        if target.dialect.transport == "grpc":
+            raise BenchError(f"target {target.name}: --metrics-url {AUTO}: a gRPC port has no pages; {_ELSEWHERE}")
         return [f"{parts.scheme}://{parts.netloc}/metrics" for parts in map(urlsplit, target.urls)]
     urls = [url.strip() for url in asked.split("|")] if asked else []
     for url in urls:
@@ -118,7 +124,7 @@ def _hear(out: IO[bytes], target: Target, say: Callable[[str], None]) -> None:
     hide = targets.hider(target)
     if first["errors"]:
         source, why = next(iter(first["errors"].items()))
-        raise BenchError(f"target {target.name}: {source}: {hide(why)}")
+        raise BenchError(f"target {target.name}: {source}: {hide(why)}{_LIKELY.get(why[:8], '')}")
     for line_ in first["said"]:
         say(f"{target.name}: {hide(line_)}")
 

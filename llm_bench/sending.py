@@ -1,6 +1,6 @@
 """What the client was asked to offer and what it did: rates, lateness and its trend, requests in flight."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -62,10 +62,11 @@ def sending(cell: Cell, window: Window) -> Sending | None:
     )
 
 
-def in_flight(cell: Cell, law: Little, servers: Iterable[Figures]) -> str:
+def in_flight(cell: Cell, law: Little, servers: Sequence[Figures]) -> str:
     """The client's time average beside its setting and what the servers' gauges said; "" where neither is known.
 
-    `servers`: a replica each. A scrape sees a request a round trip later than its sender, and only every so often.
+    `servers`: a replica each. A scrape sees a request a round trip later than its sender, and only every so often;
+    where the window is too short for two of them, those around it count, and it is said.
     """
     slots = (cell.header.get("load") or {}).get("concurrency")
     said = [(of.value("running"), of.value("waiting")) for of in servers]
@@ -78,4 +79,5 @@ def in_flight(cell: Cell, law: Little, servers: Iterable[Figures]) -> str:
         return line
     of = f" (of {len(known)} of {len(said)} URLs)" if len(known) < len(said) else ""
     queued = ", those in its queue too" if any(waiting is not None for _, waiting in said) else ""
-    return f"{line}; {sum(known):.4g} by the server's gauge{queued}{of}"
+    around = next((f", {of_.edges()}" for of_ in servers if of_.value("running") is not None and not of_.inside), "")
+    return f"{line}; {sum(known):.4g} by the server's gauge{queued}{of}{around}"

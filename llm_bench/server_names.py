@@ -137,7 +137,12 @@ METRICS_OF: dict[str, Metric] = {
         "TGI": ("tgi_request_success",),
         "TensorRT-LLM": ("trtllm_request_success_total",),
         "Triton": ("nv_inference_request_success",),
+        "MLServer": ("model_infer_request_success_total",),
         "Ray Serve LLM": ("ray_vllm_request_success_total", "ray_vllm:request_success_total"),
+    }),
+    "inferences": Metric("counter", "1", "inputs that models computed", {"Triton": ("nv_inference_count",)}),
+    "executions": Metric("counter", "1", "batches in which they did; of a decoupled model, the calls that start it", {
+        "Triton": ("nv_inference_exec_count",),
     }),
     "steps": Metric("counter", "1", "steps of the engine", {
         "reference engine": ("reference_engine:steps_total",),

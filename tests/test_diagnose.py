@@ -516,6 +516,15 @@ def test_single_passes_are_said_and_what_needs_streams_is_not_judged(tmp_path: P
     assert "- workload of a: LLM decoding" in mixed
 
 
+def test_the_mean_batch_of_single_passes_is_by_the_servers_counters(tmp_path: Path) -> None:
+    """Triton's count of inferences over its count of executions; of a stream they say how often one was started."""
+    passes = cell([record(i, 100 * i, end=100 * i + 40, tokens_out=-1, text_bytes=0) for i in range(100)], load=OPEN)
+    counted = {"inferences": 300.0, "executions": 100.0}
+    said = [diagnose_report._figures(case(of, counted)) for of in (passes, healthy())]
+    assert said[0][-1] == "3 inputs a batch on average, by the server's counters"
+    assert "inputs a batch" not in "".join(said[1])
+
+
 def test_a_healthy_sweep_has_none() -> None:
     sweep = [
         case(closed_loop(200, n), {"running": (n, n)}, f"c={n}", gpu=GPU_FULL) for n in (4, 8, 16)

@@ -72,6 +72,17 @@ def test_a_page_that_is_not_there_stops_the_run_before_it_begins(tmp_path: Path)
             raise AssertionError("the run began")
 
 
+def test_a_page_looked_for_at_the_wrong_port_is_told_where_some_servers_have_theirs(tmp_path: Path) -> None:
+    with (
+        Scripted(lambda n, seen: [(0, http_response(404, b"{}"))]) as server,
+        pytest.raises(BenchError, match=r"HTTP 404, expected 200 and Prometheus text; give the whole address, such as"),
+        beside(target(server.url), Asked(AUTO, 1.0), tmp_path / "x.jsonl", print),
+    ):
+        raise AssertionError("the run began")
+    with pytest.raises(BenchError, match=r"target t: --metrics-url auto: a gRPC port has no pages; give the whole"):
+        metrics_urls(AUTO, target("http://h:8001", api="kserve-grpc"))
+
+
 def test_a_page_without_known_names_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     with (

@@ -62,6 +62,15 @@ def test_the_setting_the_clients_mean_and_the_servers_stand_together() -> None:
     assert in_flight(of, law, [*both, figures(kv_usage=0.5)]).endswith("too (of 2 of 3 URLs)")
 
 
+def test_a_gauge_from_around_a_window_is_said_to_be() -> None:
+    """A window of half a second between two scrapes in which nothing ran."""
+    rows = [record(i, 100 * (i // 4), events=[100 * (i // 4) + 100]) for i in range(400)]
+    of = cell(rows, gauge_of(rows), load={"kind": "closed", "concurrency": 4, "warmup": None})
+    around = figures(running=0.0)._replace(scrapes=2, inside=False)
+    said = in_flight(of, little(of, whole(of)), [around])
+    assert said.endswith("; 0 by the server's gauge, 2 scrapes over 1.0 s around the window")
+
+
 def test_an_open_loop_without_a_scrape_says_nothing_of_it() -> None:
     of = paced(relative=False)
     assert in_flight(of, little(of, whole(of)), []) == ""

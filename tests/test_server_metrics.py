@@ -161,7 +161,7 @@ def test_every_name_stands_once_for_each_metric_and_is_read() -> None:
     [
         ("vllm/metrics_before.txt", {"generated_tokens": 51, "prompt_tokens": 114, "running": 0, "kv_usage": 0}),
         ("llamacpp/metrics_before.txt", {"generated_tokens": 59, "cache_hits": 80, "steps": 56, "waiting": 0}),
-        ("triton/metrics.txt", {"waiting": 0, "requests_ended": 9}),
+        ("triton/metrics.txt", {"waiting": 0, "requests_ended": 9, "executions": 9}),
     ],
 )
 def test_pages_of_real_servers(capture: str, expected: dict[str, float]) -> None:
