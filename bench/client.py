@@ -178,7 +178,7 @@ def loads(streams: Iterable[int], requests: int | None) -> list[Load]:
     for n in streams:
         large = requests or max(4 * n, 512)
         found.append(Load(f"paced, {n} streams", 50.0, 20.0, n, 64, (max(n, large // 4), max(2 * n, large))))
-    large = requests or 1600
+    large = requests or 8000  # a second of ours: less drowns in the noise of two starts
     return [*found, Load("max-rate, 32 streams", 0.0, 0.0, 32, 100, (max(64, large // 4), max(128, large)))]
 
 
