@@ -62,6 +62,7 @@ class Row(NamedTuple):
     label: str
     command: Callable[[Place], list[str] | None]
     env: Mapping[str, str] = MappingProxyType({})
+    heeds_isa: bool = True  # what --isa sets reaches it
     says: bool = True  # prints {"listening": URL} and ends with its stdin; else it is asked at Place.port
 
 
@@ -94,22 +95,45 @@ ENGINES: dict[str, Row] = {
         "ours, native int8 weights", _ours("--cpu-kernels", "native", "--quantization", "int8-weights")
     ),
     "native-2": Row("ours, native, 2 threads", _ours("--cpu-kernels", "native", threads=2)),
-    "llama.cpp": Row("llama.cpp", _llamacpp(1)),
-    "llama.cpp-2": Row("llama.cpp, 2 threads", _llamacpp(2)),
+    "llama.cpp": Row("llama.cpp", _llamacpp(1), heeds_isa=False),
+    "llama.cpp-2": Row("llama.cpp, 2 threads", _llamacpp(2), heeds_isa=False),
     "vllm": Row("vLLM", _vllm, QUIET | {"VLLM_CPU_KVCACHE_SPACE": "1"}, says=False),
 }
 DEFAULT = "torch,native,int8,native-2,llama.cpp,vllm"
 
 
-# Every engine and the probe as on a processor without AVX-512; llama.cpp's wheel has no switch, and stays as it is.
+# Every engine and the probe as on a processor without AVX-512; llama.cpp's wheel has no switch, and stays as built.
 AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "CXXFLAGS": "-mno-avx512f",  # the reference engine's kernels
+    native.EXTRA_FLAGS: "-mno-avx512f",  # the reference engine's kernels
 }
-# vLLM chooses its own kernels by what torch says; PYTHONPATH reaches its worker processes too.
-_NO_AVX512 = "import torch\n\ntorch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False\n"
+# vLLM chooses its own kernels by what torch says; as sitecustomize on PYTHONPATH this reaches its worker processes too.
+# Python only prints what goes wrong in there, and goes on.
+_NO_AVX512 = """\
+import os, sys
+
+try:
+    import torch
+
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported"):
+        getattr(torch.cpu, name)  # to set what nobody asks would hide nothing
+        setattr(torch.cpu, name, lambda: False)
+except Exception as problem:
+    print(f"bench.engine: AVX-512 cannot be hidden from vLLM: {problem!r}", file=sys.stderr, flush=True)
+    os._exit(1)
+"""
+
+
+def rows_for(isa: str | None, folder: Path) -> dict[str, Row]:
+    """ENGINES; with an `isa` labelled where it does not reach, and vLLM held to it by a file in `folder`."""
+    if isa is None:
+        return dict(ENGINES)
+    (folder / "sitecustomize.py").write_text(_NO_AVX512)
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    rows = {n: r if r.heeds_isa else r._replace(label=f"{r.label}, as built") for n, r in ENGINES.items()}
+    return rows | {"vllm": rows["vllm"]._replace(env={**rows["vllm"].env, "PYTHONPATH": path})}
 
 
 class Probe(NamedTuple):
@@ -149,9 +173,9 @@ def probe() -> Probe:
     reads = (lambda i: torch.mv(matrices[i % len(matrices)], vector), lambda i: matrices[i % len(matrices)].sum())
     products: list[Callable[[int], object]] = [lambda i: torch.mm(square, square)]
     try:
+        native.set_threads(1)
         panels = native.pack(square)
         products.append(lambda i: native.product(square, panels, len(square), None))
-        native.set_threads(1)
     except native.NativeError:
         pass
     gemv_s = min(best(read, 3 * len(matrices)) for read in reads)
@@ -188,6 +212,26 @@ def serving(row: Row, command: Sequence[str], port: int, log: Path) -> Iterator[
         for pipe in (child.stdin, child.stdout):
             if pipe:
                 pipe.close()
+
+
+def start(stack: ExitStack, rows: Mapping[str, Row], place: Place, logs: Path) -> dict[str, Server]:
+    """Those of `rows` that can be had here, until `stack` is closed.
+
+    Raises SystemExit with the end of its log for one that does not start.
+    """
+    servers: dict[str, Server] = {}
+    for name, row in rows.items():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = row.command(place._replace(port=port))
+        if command is None:
+            continue
+        try:
+            servers[name] = stack.enter_context(serving(row, command, port, logs / name))
+        except RuntimeError as error:
+            raise SystemExit(f"{error}\n{(logs / name).read_text(errors='replace')[-2000:]}") from error
+    return servers
 
 
 def _said(child: "subprocess.Popen[bytes]") -> str:
@@ -321,38 +365,24 @@ def main() -> int:
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--vllm", type=Path, help="an environment with vllm-cpu; without it vLLM is left out")
-    parser.add_argument("--isa", choices=("avx2",), help="all of them as on a processor that has no more than this")
+    parser.add_argument("--isa", choices=("avx2",), help="all but llama.cpp as on a processor that has no more")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "build/bench", help="where the model is, or is made")
     parser.add_argument("--out", type=Path, help="write README.md and results.json there (default: only print)")
     asked = parser.parse_args()
     names = asked.engines.split(",")
     if unknown := set(names) - ENGINES.keys():
         parser.error(f"--engines {sorted(unknown)}: known are {', '.join(ENGINES)}")
-    if asked.isa and os.environ.get("ATEN_CPU_CAPABILITY") != asked.isa:  # torch reads it once, when it is imported
+    if asked.isa and not AVX2.items() <= os.environ.items():  # torch reads them once, when it is imported
         os.execve(sys.executable, [sys.executable, "-m", "bench.engine", *sys.argv[1:]], {**os.environ, **AVX2})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
     folder, file = engine_model.make(asked.model)
-    facts: dict[str, Any] = {"machine": machine(), "versions": versions(asked.vllm), "missing": []}
-    facts |= {"tokens": TOKENS, "labels": {name: ENGINES[name].label for name in names}}
+    facts: dict[str, Any] = {"machine": machine(), "versions": versions(asked.vllm), "tokens": TOKENS, "isa": asked.isa}
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bench-") as logs:
-        servers: dict[str, Server] = {}
-        rows = dict(ENGINES)
-        if asked.isa:
-            (Path(logs) / "sitecustomize.py").write_text(_NO_AVX512)
-            rows["vllm"] = rows["vllm"]._replace(env={**rows["vllm"].env, "PYTHONPATH": logs})
-        for name in names:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            command = rows[name].command(Place(folder, file, asked.vllm, port))
-            if command is None:
-                facts["missing"].append(name)
-                continue
-            log = Path(logs) / name
-            try:
-                servers[name] = stack.enter_context(serving(rows[name], command, port, log))
-            except RuntimeError as error:
-                raise SystemExit(f"{error}\n{log.read_text(errors='replace')[-2000:]}") from error
+        known = rows_for(asked.isa, Path(logs))
+        rows = {name: known[name] for name in names}
+        servers = start(stack, rows, Place(folder, file, asked.vllm, 0), Path(logs))
+        facts["labels"] = {name: row.label for name, row in rows.items()}
+        facts["missing"] = [name for name in names if name not in servers]
         facts["start_s"] = {name: server.start_s for name, server in servers.items()}
         facts["cells"] = measure(
             servers, folder / "tokenizer.json", [int(c) for c in asked.concurrency.split(",")], asked.repeats

@@ -45,6 +45,9 @@ def render(facts: dict[str, Any]) -> str:
         f"{min(gemv) / 1e9:.1f} to {max(gemv) / 1e9:.1f} GB/s, {min(gemm) / 1e9:.0f} to {max(gemm) / 1e9:.0f} GFLOP/s. "
         f"Asked: `python -m bench.engine {facts['command']}`.",
     ]
+    if facts.get("isa"):
+        but = "What is called *as built* has no such switch, and used all that this one has."
+        lines += ["", f"As on a processor that has no more than {facts['isa'].upper()}, the probes too. {but}"]
     for concurrency in sorted({c["concurrency"] for c in cells}):
         here = [c for c in cells if c["concurrency"] == concurrency]
         requests = here[0]["requests"]

@@ -22,6 +22,8 @@ from reference_engine.families import Shape
 
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILERS = ("g++", "c++", "clang++", "cc")
+# A variable of flags that come last. Not CXXFLAGS: conda sets that to -march=nocona, and nobody would see it.
+EXTRA_FLAGS = "REFERENCE_ENGINE_CXXFLAGS"
 # No contraction: a loop's vectors and its tail would else round differently. Where it is wanted the source says fma.
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c++")
 LIBRARIES = ("-lm", "-lstdc++")
@@ -70,14 +72,14 @@ def cache_folder() -> Path:
 def build(folder: Path, source: Path = SOURCE, flags: tuple[str, ...] = FLAGS) -> Path:
     """Compile into `folder`, or find it compiled there for this source, compiler and processor. Raises NativeError.
 
-    CXXFLAGS of the environment come last: -mno-avx512f makes what a processor without AVX-512 runs.
+    With `extra_flags`: -mno-avx512f makes what a processor without AVX-512 runs.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise NativeError(f"native kernels: no C++ compiler on PATH; would be right: one of {', '.join(COMPILERS)}")
     release = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     # The processor counts: -march=native makes code that another one may not have the instructions for.
-    flags = (*flags, *shlex.split(os.environ.get("CXXFLAGS", "")))
+    flags = (*flags, *extra_flags())
     parts = (source.read_text(), compiler, release, " ".join((*flags, *LIBRARIES)), processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     path = folder / f"native-{name}.so"
@@ -97,6 +99,17 @@ def build(folder: Path, source: Path = SOURCE, flags: tuple[str, ...] = FLAGS) -
                 return path
     said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
     raise NativeError(f"native kernels: {compiler} cannot compile {source.name}: {said.strip()}")
+
+
+def extra_flags() -> list[str]:
+    """Those of the environment. Raises NativeError for what no shell would take."""
+    given = os.environ.get(EXTRA_FLAGS, "")
+    try:
+        return shlex.split(given)
+    except ValueError as error:
+        raise NativeError(
+            f"native kernels: {EXTRA_FLAGS} is {given!r}: {error}; would be right: -mno-avx512f"
+        ) from error
 
 
 def processor() -> str:

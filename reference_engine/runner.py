@@ -1,6 +1,7 @@
 """The runner that computes, sole owner of a device. `load` turns a configuration into a runner and its tokenizer."""
 
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -170,12 +171,15 @@ class ModelRunner:
         """What was effectively chosen, for the server's start-up line."""
         import torch
 
+        from reference_engine import native
+
         return {
             "device": str(self.device) if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             "dtype": str(self.model.embedding.dtype).removeprefix("torch."),
             "quantization": self.quantization,
             "kv_cache_dtype": str(self.model.cache.pool.dtype).removeprefix("torch."),
             "cpu_kernels": self.kernels,
+            "cpu_kernels_flags": shlex.join(native.extra_flags()) if self.kernels == "native" else "",
             "graphs": len(self._stepper.graphs.sizes) if self._stepper else 0,
             "graphs_bytes": self.graphs_bytes,
             "threads": torch.get_num_threads(),

@@ -1,6 +1,8 @@
 """bench.engine: the model is one and the same for every engine, the ceiling and the table are what they say."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from bench import engine, engine_model
 from bench.engine_table import ceiling, render, summary
-from reference_engine import gguf, weights
+from reference_engine import gguf, native, weights
 from reference_engine.tokenizer import HFTokenizer
 
 pytestmark = pytest.mark.engine
@@ -57,6 +59,21 @@ def test_the_probe_reads_more_than_the_largest_cache_holds(tmp_path: Path, monke
     assert engine.cache_bytes() == 0
 
 
+def test_the_probe_does_without_native_kernels_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler() -> None:
+        raise native.NativeError("native kernels: no C++ compiler on PATH")
+
+    monkeypatch.setattr(native, "library", no_compiler)
+    monkeypatch.setattr(engine, "CACHES", tmp_path)  # few matrices
+    threads = torch.get_num_threads()
+    try:
+        assert min(engine.probe()) > 0
+    finally:
+        torch.set_num_threads(threads)
+
+
 def cell(name: str, concurrency: int, wall_s: float, cpu_s: float) -> dict[str, Any]:
     return {
         "engine": name, "concurrency": concurrency, "requests": 4, "tokens": 256, "wall_s": wall_s, "cpu_s": cpu_s,
@@ -95,3 +112,75 @@ def test_every_engine_has_a_command_or_says_that_it_is_not_here(tmp_path: Path) 
     assert without == ["vllm"]
     assert engine.ENGINES["vllm"].command(place._replace(vllm=tmp_path))
     assert set(engine.DEFAULT.split(",")) <= engine.ENGINES.keys()
+
+
+def test_with_an_isa_the_labels_and_the_page_say_whom_it_does_not_reach(tmp_path: Path) -> None:
+    plain, held = engine.rows_for(None, tmp_path), engine.rows_for("avx2", tmp_path)
+    assert plain == engine.ENGINES
+    assert {n: r.label for n, r in held.items() if r.label != plain[n].label} == {
+        "llama.cpp": "llama.cpp, as built",
+        "llama.cpp-2": "llama.cpp, 2 threads, as built",
+    }
+    facts = {
+        "machine": {"cpu": "a CPU", "cores": 2, "memory_gib": 8, "python": "3", "load_before": 0.1, "load_after": 0.2},
+        "versions": {}, "command": "--isa avx2", "tokens": 64, "missing": [], "isa": "avx2",
+        "labels": {name: held[name].label for name in ("native", "llama.cpp")}, "start_s": {},
+        "cells": [cell("native", 8, 8.0, 8.0), cell("llama.cpp", 8, 16.0, 12.8)],
+    }  # fmt: skip
+    page = render(facts)
+    assert "| llama.cpp, as built | 16.0 |" in page
+    assert "no more than AVX2, the probes too. What is called *as built* has no such switch" in page
+    assert "as built" not in render(facts | {"isa": None, "labels": {n: r.label for n, r in plain.items()}})
+
+
+def test_an_isa_is_set_for_all_of_this_process_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a part of it was set by hand."""
+    begun: list[dict[str, str]] = []
+
+    def execve(program: str, command: list[str], env: dict[str, str]) -> None:
+        begun.append(env)
+        raise SystemExit
+
+    def make(folder: Path) -> None:
+        begun.append({})
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(engine_model, "make", make)
+    monkeypatch.setattr(sys, "argv", ["engine", "--isa", "avx2"])
+    for name in engine.AVX2:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in engine.AVX2.items():
+        with pytest.raises(SystemExit):
+            engine.main()
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        engine.main()
+    *before, last = begun
+    assert [env.items() >= engine.AVX2.items() for env in before] == [True] * len(engine.AVX2)
+    assert last == {}  # it went on
+
+
+TORCH = """
+class cpu:
+    _is_avx512_supported = _is_avx512_bf16_supported = lambda: True
+"""
+
+
+@pytest.mark.parametrize(
+    ("torchs", "code", "said"),
+    [
+        (TORCH, 0, ""),
+        (TORCH.replace("_is_avx512_bf16_supported", "renamed"), 1, "no attribute '_is_avx512_bf16_supported'"),
+        ("raise RuntimeError('no such library')", 1, "no such library"),
+    ],
+)
+def test_vllm_has_no_avx512_or_does_not_start(torchs: str, code: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(torchs)
+    env = engine.rows_for("avx2", tmp_path)["vllm"].env
+    program = "import torch; print(torch.cpu._is_avx512_supported(), torch.cpu._is_avx512_bf16_supported())"
+    ran = subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (code, "" if code else "False False\n")
+    assert said in ran.stderr
+    assert ran.stderr.count("\n") == bool(code)

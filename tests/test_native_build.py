@@ -41,8 +41,18 @@ def test_flags_of_the_environment_come_last_and_make_a_library_of_their_own(
     source.write_text('extern "C" int answer() { return ANSWER; }')
     flags = ("-O0", *native.FLAGS[1:], "-DANSWER=1")
     for asked, answer in (("", 1), ("-UANSWER -DANSWER=2", 2)):
-        monkeypatch.setenv("CXXFLAGS", asked)
+        monkeypatch.setenv(native.EXTRA_FLAGS, asked)
         assert ctypes.CDLL(str(native.build(tmp_path / "cache", source, flags))).answer() == answer
+    monkeypatch.setenv("CXXFLAGS", "-UANSWER -DANSWER=3")  # as conda sets it for whoever builds anything
+    assert ctypes.CDLL(str(native.build(tmp_path / "cache", source, flags))).answer() == 2
+
+
+def test_flags_that_no_shell_would_take_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.EXTRA_FLAGS, "-DNAME='x")
+    with pytest.raises(
+        native.NativeError, match=r"REFERENCE_ENGINE_CXXFLAGS is .*No closing quotation; would be right"
+    ):
+        native.build(tmp_path / "cache")
 
 
 def test_what_cannot_be_compiled_is_said_in_the_compilers_words(tmp_path: Path) -> None:
@@ -100,3 +110,11 @@ def test_native_kernels_are_for_float32_only() -> None:
         ModelRunner("t", bfloat16, frozenset(), EngineConfig(cpu_kernels="native", **knobs))
     assert ModelRunner("t", bfloat16, frozenset(), EngineConfig(**knobs)).kernels == "torch"
     assert tiny().facts()["cpu_kernels"] == "native"
+
+
+def test_flags_of_the_environment_stand_among_the_effective_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiny().facts()["cpu_kernels_flags"] == ""
+    monkeypatch.setenv(native.EXTRA_FLAGS, "-mno-avx512f  '-DA=b c'")
+    monkeypatch.setattr(native, "set_threads", lambda count: None)  # nothing is compiled: this is about what is said
+    assert tiny(cpu_kernels="native").facts()["cpu_kernels_flags"] == "-mno-avx512f '-DA=b c'"
+    assert tiny(cpu_kernels="torch").facts()["cpu_kernels_flags"] == ""
