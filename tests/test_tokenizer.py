@@ -212,41 +212,17 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("template", "named"),
+    ("template", "said"),
     [
-        ("{{ raise_exception('system comes first') }}", "system comes first"),
-        ("{{ messages.__class__.__mro__ }}", "chat template"),  # the way out of a sandbox
-        ("{{ messages.append(1) }}", "chat template"),
-        ("{{ messages[0].content + 1 }}", "chat template"),
-        ("{{ 1 / 0 }}", "chat template: division by zero"),
-        ("{{ 'a'.encode('no such') }}", "chat template: unknown encoding"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template: maximum recursion"),
-        ("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "more than 250,000 steps"),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-            "more than 250,000 steps",
-        ),
-        ("{% for m in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}", "chat template: "),
-        ("{{ 9 ** (9 ** 9) }}", "a power of more than 4096 bits"),
-        ("{{ 'x' * 10 ** 17 }}", "chat template: MemoryError"),
-        ("", "no chat template"),
+        ("{{ raise_exception('system comes first') }}", "chat template: system comes first"),
+        ("", "the model has no chat template; would be right: /v1/completions"),
     ],
 )
-def test_a_template_that_refuses_or_misbehaves_is_a_chat_error(template: str, named: str, tmp_path: Path) -> None:
+def test_a_template_that_refuses_is_a_chat_error(template: str, said: str, tmp_path: Path) -> None:
     tokenizer = HFTokenizer(write(tmp_path, byte_level(), chat_template=template))
-    with pytest.raises(ChatError, match=named):
+    with pytest.raises(ChatError) as refused:
         tokenizer.chat([{"role": "user", "content": "hi"}])
-
-
-def test_steps_are_counted_anew_for_each_conversation_and_a_loop_knows_its_length(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ' ' }}{% endfor %}"
-    tokenizer = HFTokenizer(write(tmp_path, byte_level(), chat_template=template))
-    for count in (1, 40_000, 40_000, 40_000):
-        text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "a"}] * count))
-        assert text.endswith(f"{count}/{count}.")
-    with pytest.raises(ChatError, match="more than 250,000 steps"):
-        tokenizer.chat([{"role": "user", "content": "a"}] * 250_001)
-    assert tokenizer.chat([{"role": "user", "content": "a"}])
+    assert str(refused.value) == said
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -254,9 +230,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         HFTokenizer(tmp_path)
     write(tmp_path, byte_level(), chat_template="{% if %}")
     with pytest.raises(TokenizerError, match="chat template: line 1"):
-        HFTokenizer(tmp_path)
-    write(tmp_path, byte_level(), chat_template="{{ " + "(" * 100_000)
-    with pytest.raises(TokenizerError, match="chat template"):
         HFTokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_bytes(path.read_bytes()[:-10])
