@@ -64,7 +64,7 @@ def _is_ids(value: list[Any]) -> bool:
     return all(type(token) is int for token in value)
 
 
-def check_ids(inputs: Iterable[list[int]], vocab_size: int, longest: int, param: str = "input") -> None:
+def check_ids(inputs: Iterable[list[int]], vocab_size: int, longest: int, param: str) -> None:
     """Raises ApiError for a text that the model cannot take in one pass; nothing is cut off silently."""
     for i, ids in enumerate(inputs):
         if not 0 < len(ids) <= longest:

@@ -27,7 +27,7 @@ def own_id(request: web.Request) -> str:
 async def data_of(request: web.Request) -> bytes:
     """The body, unpacked. Raises ApiError, or aiohttp's 413."""
     if (request.content_length or 0) > MAX_BODY_BYTES:
-        raise too_large(f"{request.content_length} bytes")
+        raise _too_large(f"{request.content_length} bytes")
     try:
         async with asyncio.timeout(BODY_S):
             data = await request.read()
@@ -50,13 +50,13 @@ def unpacked(data: bytes, packing: str) -> bytes:
     except zlib.error as error:
         raise ApiError(400, f"the body cannot be read: {error}") from error
     if len(whole) > MAX_BODY_BYTES:
-        raise too_large(f"more than {MAX_BODY_BYTES} bytes when unpacked")
+        raise _too_large(f"more than {MAX_BODY_BYTES} bytes when unpacked")
     if not unpacking.eof or unpacking.unused_data:
         raise ApiError(400, f"the body cannot be read: its {packing} ends early or is followed by more")
     return whole
 
 
-def too_large(found: str) -> ApiError:
+def _too_large(found: str) -> ApiError:
     return ApiError(413, f"the body has {found}; would be right: at most {MAX_BODY_BYTES}")
 
 

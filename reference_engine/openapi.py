@@ -39,11 +39,11 @@ ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
     ("GET", "/openapi.json"): ("This document", ()),
     ("GET", "/v1/models"): ("The model, in OpenAI's list", (401,)),
     ("GET", "/v1/engine"): ("Effective configuration and state", (401, 500, 503)),
-    ("POST", "/v1/completions"): ("An answer to a prompt", (400, 401, 404, 408, 413, 429, 500, 503)),
-    ("POST", "/v1/chat/completions"): ("An answer to a conversation", (400, 401, 404, 408, 413, 429, 500, 503)),
-    ("POST", "/v1/embeddings"): ("A vector of each text", (400, 401, 404, 408, 413, 429, 500, 503)),
-    ("POST", "/v1/load_lora_adapter"): ("Load a LoRA adapter (--lora-dir)", (400, 401, 408, 413, 500, 503)),
-    ("POST", "/v1/unload_lora_adapter"): ("Unload one that nobody uses", (400, 401, 404, 408, 409, 413, 500, 503)),
+    ("POST", "/v1/completions"): ("An answer to a prompt", (400, 401, 404, 408, 413, 415, 429, 500, 503)),
+    ("POST", "/v1/chat/completions"): ("An answer to a conversation", (400, 401, 404, 408, 413, 415, 429, 500, 503)),
+    ("POST", "/v1/embeddings"): ("A vector of each text", (400, 401, 404, 408, 413, 415, 429, 500, 503)),
+    ("POST", "/v1/load_lora_adapter"): ("Load a LoRA adapter (--lora-dir)", (400, 401, 408, 413, 415, 500, 503)),
+    ("POST", "/v1/unload_lora_adapter"): ("Unload one that nobody uses", (400, 401, 404, 408, 409, 413, 415, 500, 503)),
     ("GET", "/v2"): ("The server, in KServe v2's words", (401,)),
     ("GET", "/v2/health/live"): ("As /health", (500, 503)),
     ("GET", "/v2/health/ready"): ("As /ready", (503,)),
@@ -52,9 +52,9 @@ ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
     ("POST", "/v2/models/{model}/infer"): (
         "A vector of each text, by KServe v2; with binary tensors the header Inference-Header-Content-Length says how "
         "many bytes are JSON",
-        (400, 401, 404, 408, 413, 429, 500, 503),
+        (400, 401, 404, 408, 413, 415, 429, 500, 503),
     ),
-    ("POST", "/fault"): ("Plant a fault (--allow-faults)", (400, 401, 408, 413)),
+    ("POST", "/fault"): ("Plant a fault (--allow-faults)", (400, 401, 408, 413, 415)),
     ("GET", "/fault"): ("Faults that are active", (401,)),
     ("DELETE", "/fault"): ("No faults any more", (401, 500, 503)),
 }

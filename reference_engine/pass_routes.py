@@ -56,8 +56,8 @@ async def _embed(server: "Server", request: web.Request, entry: PassEntry) -> we
 async def _infer(server: "Server", request: web.Request, entry: PassEntry) -> web.Response:
     _check_model(server, request)
     ask = kserve.parse(await data_of(request), request.headers.get(kserve.HEADER_LENGTH))
-    name = "text" if isinstance(ask.inputs[0], str) else "input_ids"
-    vectors = await _vectors(server, ask.inputs, entry, name)
+    param = "text" if isinstance(ask.inputs[0], str) else "input_ids"
+    vectors = await _vectors(server, ask.inputs, entry, param)
     said = entry.said(server.engine.now_ns())
     parts = {f"{name}_ns": ns for name, ns in said["parts_ns"].items()}
     parameters = {"batch_size": said["batch_size"], "batches": said["batches"], **parts}
@@ -73,8 +73,10 @@ async def _vectors(
     """Raises ApiError for what the model cannot take, naming `param`, and what `SinglePass.compute` raises."""
     longest, size = server.passes.limits.max_tokens, sum(len(one) for one in inputs if isinstance(one, str))
     most = longest * CHARS_A_TOKEN
-    if any(isinstance(one, str) and len(one) > most for one in inputs):
-        raise ApiError(400, f"a text of more than {most} characters; would be right: at most {longest} tokens", param)
+    for i, one in enumerate(inputs):
+        if isinstance(one, str) and len(one) > most:
+            right = f"at most {longest} tokens, which are not more than {most}"
+            raise ApiError(400, f"{param}[{i}] has {len(one)} characters; would be right: {right}", param)
     turn = partial(_ids, server, inputs)
     ids = await asyncio.to_thread(turn) if size > LONG_TEXT else turn()
     embeddings.check_ids(ids, server.vocab_size, longest, param)

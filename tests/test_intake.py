@@ -1,0 +1,109 @@
+"""What comes in with a request: a body packed or not, to its limits and no further; the client's own id."""
+
+import asyncio
+import gzip
+import json
+import re
+import tracemalloc
+import zlib
+from typing import Any
+
+import pytest
+
+from reference_engine import intake
+from reference_engine.intake import MAX_BODY_BYTES
+from reference_engine.openai_api import ApiError
+from tests.test_engine_server import COMPLETIONS, Reply, call, request_bytes, serving
+
+BODY = b'{"prompt": "x", "max_tokens": 1}'
+
+
+async def packed(port: int, data: bytes, name: str) -> Reply:
+    return await call(port, COMPLETIONS, data, {"Content-Encoding": name})
+
+
+def test_a_body_over_the_limit_is_413_packed_or_not() -> None:
+    body = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
+
+    async def main() -> None:
+        async with serving() as served:
+            for data, name in ((body, "identity"), (gzip.compress(body), "gzip")):
+                reply = await packed(served.port, data, name)
+                assert (reply.status, reply.json["error"]["code"]) == (413, 413)
+
+    asyncio.run(main())
+
+
+def test_a_packed_body_is_unpacked() -> None:
+    async def main() -> None:
+        async with serving() as served:
+            for name, data in (("gzip", gzip.compress(BODY)), ("deflate", zlib.compress(BODY)), ("identity", BODY)):
+                assert (await packed(served.port, data, name)).status == 200
+            for data in (gzip.compress(BODY)[:-1], gzip.compress(BODY) + b"x", b"", b"x"):
+                reply = await packed(served.port, data, "gzip")
+                assert reply.status == 400
+                assert reply.json["error"]["message"].startswith("the body cannot be read:")
+            for name in ("br", "zstd", "gzip, gzip"):
+                reply = await packed(served.port, BODY, name)
+                assert (reply.status, reply.json["error"]["param"]) == (415, "Content-Encoding")
+
+    asyncio.run(main())
+
+
+def test_unpacking_ends_at_the_limit() -> None:
+    assert len(intake.unpacked(gzip.compress(bytes(MAX_BODY_BYTES)), "gzip")) == MAX_BODY_BYTES
+    bomb = gzip.compress(bytes(4 * MAX_BODY_BYTES))  # in a thousandth
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="more than 16777216 bytes when unpacked"):
+            intake.unpacked(bomb, "gzip")
+        assert tracemalloc.get_traced_memory()[1] < 3 * MAX_BODY_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_body_that_is_announced_too_large_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with serving() as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"413"
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "BODY_S", 0.05)
+
+    async def main() -> None:
+        async with serving() as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(request_bytes(COMPLETIONS, b"{")[:-1])
+            assert (await reader.readline()).split()[1] == b"408"
+            assert (await until_json(reader))["error"]["code"] == 408
+            writer.close()
+            assert served.log[0]["outcome"] == "refused"
+
+    async def until_json(reader: asyncio.StreamReader) -> Any:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(re.search(rb"Content-Length: (\d+)", head)[1])  # type: ignore[index]
+        return json.loads(await reader.readexactly(size))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [b"\xe9\xff", b"x" * 129, b"a\tb", b"x" * 5000, b"\xf0\x9f\x98\x80"])
+def test_a_request_id_that_is_unfit_is_replaced(value: bytes) -> None:
+    async def main() -> None:
+        async with serving() as served:
+            for body in (b'{"prompt":"x","max_tokens":1,"stream":true}', b"{"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: %b\r\nContent-Length: %d\r\n"
+                writer.write(head % (value, len(body)) + b"Connection: close\r\n\r\n" + body)
+                got = await reader.read(-1)
+                writer.close()
+                assert got.split(b" ")[1] in (b"200", b"400")
+                assert value not in got
+
+    asyncio.run(main())
