@@ -317,7 +317,7 @@ _GETS = {
 }
 
 
-class CannotListen(Exception):  # noqa: N818 - says what happened
+class CannotServe(Exception):  # noqa: N818 - says what happened
     """Where nobody can be served, or told."""
 
 
@@ -331,13 +331,13 @@ async def _main(port: int, target: Callable[[], NullTarget], exit_with_stdin: bo
     try:
         server = await target().serve(port)
     except OSError as e:
-        taken = f"--port {port}: {e.strerror or e}; would be right: another, or 0 for any that is free"
-        raise CannotListen(taken) from e
+        problem = f"--port {port}: {e.strerror or e}; would be right: another, or 0 for any that is free"
+        raise CannotServe(problem) from e
     try:
         print(f'{{"listening": "http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"}}', flush=True)
     except OSError as e:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer goes nowhere at the end
-        raise CannotListen(f"standard output cannot be written: {e.strerror}") from e
+        raise CannotServe(f"standard output cannot be written: {e.strerror}") from e
     await ended.wait()
     server.close()
 
@@ -351,11 +351,13 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> No
         loop.call_soon_threadsafe(end)
 
 
-def _hold_standard_files() -> None:
-    """Where 0, 1 or 2 were closed before the start the next socket would be one of them: libuv aborts on that."""
+def _hold_standard_files() -> list[int]:
+    """Which of 0, 1 and 2 were closed before the start: the next socket would be one, and libuv aborts on that."""
+    closed = []
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        closed.append(fd)
     os.close(fd)
+    return closed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -386,14 +388,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raise_file_limit(1 << 20, strict=False)  # a client kept waiting for want of one would look slow
     mean_ns = round(asked.service_ms * 1e6)
     queue = Queue(asked.servers, asked.service, mean_ns, asked.seed) if asked.servers else None
-    _hold_standard_files()
+    if 1 in _hold_standard_files():
+        problem = "standard output is closed; would be right: open, for it is told where this server listens"
+        parser.exit(2, f"{parser.prog}: {problem}\n")
     try:
         truth = asked.truth.open("wb") if asked.truth else None
     except OSError as e:
         parser.exit(2, f"{parser.prog}: --truth {asked.truth}: {e.strerror}\n")
     try:
         clock.run(_main(asked.port, lambda: NullTarget(times, truth, queue), asked.exit_with_stdin))
-    except CannotListen as e:
+    except CannotServe as e:
         parser.exit(2, f"{parser.prog}: {e}\n")
     finally:
         if truth:

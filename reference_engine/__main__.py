@@ -60,8 +60,10 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 stopped when told to, 1 the engine failed, 2 usage."""
-    hold_standard_files()
+    closed = _hold_standard_files()
     options = arguments().parse_args(argv)
+    if 1 in closed:
+        return _usage("standard output is closed; would be right: open, for it is told where the server listens")
     try:
         config = configured(options)
         api_key = None if options.api_key_env is None else os.environ[options.api_key_env]
@@ -187,9 +189,13 @@ async def serve(
     return int(failed) if heard else 2
 
 
+WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of all addresses, the one that is always there
+
+
 def _in_url(host: str) -> str:
-    """A host as URLs have it: IPv6 in brackets, and of all addresses the one that is always there."""
-    return f"[{host}]" if ":" in host else host or "127.0.0.1"
+    """A host as URLs have it: an address that can be connected to, IPv6 in brackets."""
+    host = WILDCARDS.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def _announce(effective: dict[str, Any], listening: dict[str, str]) -> bool:
@@ -200,8 +206,7 @@ def _announce(effective: dict[str, Any], listening: dict[str, str]) -> bool:
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # what is still in the buffer goes nowhere at the end
-        with suppress(OSError):
-            _say(f"standard output and error cannot be written: {error.strerror}")
+        _say(f"standard output and error cannot be written: {error.strerror}")
         os.dup2(null, 2)
         return False
     return True
@@ -244,21 +249,24 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> No
     with suppress(OSError):  # what cannot be read is at its end
         while os.read(0, 4096):
             pass
-    loop.call_soon_threadsafe(end)
+    with suppress(RuntimeError):  # the loop has ended before it
+        loop.call_soon_threadsafe(end)
 
 
-def hold_standard_files() -> None:
-    """Where 0, 1 or 2 were closed before the start the next socket would be one of them: libuv aborts on that.
+def _hold_standard_files() -> list[int]:
+    """Which of 0, 1 and 2 were closed before the start: the next socket would be one of them, and libuv aborts on that.
 
     Python has None for such a stream, and what is printed to None goes to standard output.
     """
+    closed = []
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        closed.append(fd)
     os.close(fd)
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    return closed
 
 
 def _usage(text: str) -> int:
@@ -267,7 +275,9 @@ def _usage(text: str) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"reference_engine: {text}", file=sys.stderr, flush=True)
+    """To standard error as it is, not through Python: what cannot be written would be tried again at the end."""
+    with suppress(OSError):  # nobody hears it: no reason to end
+        os.write(2, f"reference_engine: {text}\n".encode(errors="backslashreplace"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -415,4 +415,10 @@ async def listen(server: Server, host: str, port: int) -> tuple[web.AppRunner, i
     )  # fmt: skip
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=1024).start()
-    return runner, int(runner.addresses[0][1])
+    return runner, port_of(runner.addresses)
+
+
+def port_of(addresses: Sequence[tuple[Any, ...]]) -> int:
+    """The port of the first IPv4 address, which is the one that is named; of several, each may have its own."""
+    ipv4 = [address for address in addresses if len(address) == 2]  # IPv6 has four parts
+    return int((ipv4 or addresses)[0][1])

@@ -23,12 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference_engine import intake
-from reference_engine.__main__ import exposed
+from reference_engine.__main__ import _in_url, _watch_stdin, exposed
 from reference_engine.config import EngineConfig
 from reference_engine.engine import Engine
 from reference_engine.openai_api import REFUSED, StopText
-from reference_engine.server import MAX_BODY_BYTES, Server, listen
+from reference_engine.server import MAX_BODY_BYTES, Server, listen, port_of
 from reference_engine.tokenizer import ByteTokenizer
 from tests.stub_runner import PagedStub, alone
 
@@ -521,26 +520,6 @@ def test_the_whole_key_is_compared_however_much_of_it_is_right(monkeypatch: pyte
     asyncio.run(main())
 
 
-def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "BODY_S", 0.05)
-
-    async def main() -> None:
-        async with serving() as served:
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(request_bytes(COMPLETIONS, b"{")[:-1])
-            assert (await reader.readline()).split()[1] == b"408"
-            assert (await until_json(reader))["error"]["code"] == 408
-            writer.close()
-            assert served.log[0]["outcome"] == "refused"
-
-    async def until_json(reader: asyncio.StreamReader) -> Any:
-        head = await reader.readuntil(b"\r\n\r\n")
-        size = int(re.search(rb"Content-Length: (\d+)", head)[1])  # type: ignore[index]
-        return json.loads(await reader.readexactly(size))
-
-    asyncio.run(main())
-
-
 def test_routes_that_are_read_answer_head_too() -> None:
     async def main() -> None:
         async with serving(api_key="k") as served:
@@ -713,14 +692,14 @@ def test_it_stops_on_sigterm_with_streams_open() -> None:
 def test_it_ends_cleanly_whatever_its_stdin_is(how: str) -> None:
     flags = "-m reference_engine --model sim:fast --port 0 --exit-with-stdin"
     command = ["/bin/sh", "-c", f"exec {sys.executable} {flags} {how}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert set(json.loads(done.stdout)) == {"listening", "model"}  # that line alone, whatever was closed
 
 
-@pytest.mark.parametrize("host", ["::1", "", "127.0.0.1"])
+@pytest.mark.parametrize("host", ["::1", "::", "", "0.0.0.0", "127.0.0.1"])
 def test_the_address_it_names_is_a_url(host: str) -> None:
-    if host == "::1":
+    if ":" in host:
         try:
             socket.create_server((host, 0), family=socket.AF_INET6).close()
         except OSError:
@@ -734,12 +713,45 @@ def test_the_address_it_names_is_a_url(host: str) -> None:
         assert end(program) == 0
 
 
+def test_of_all_addresses_one_is_named_that_is_there() -> None:
+    hosts = ("", "0.0.0.0", "::", "::1", "example.org")
+    assert [*map(_in_url, hosts)] == ["127.0.0.1", "127.0.0.1", "[::1]", "[::1]", "example.org"]
+    assert port_of([("::", 1, 0, 0), ("0.0.0.0", 2)]) == port_of([("0.0.0.0", 2), ("::", 1, 0, 0)]) == 2
+    assert port_of([("::1", 1, 0, 0)]) == 1
+
+
+def test_a_pipe_that_ends_after_the_loop_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "read", lambda *of: b"")
+    loop = asyncio.new_event_loop()
+    loop.close()
+    _watch_stdin(loop, lambda: None)
+
+
+def test_a_closed_standard_output_is_refused() -> None:
+    """The address would be told to nobody."""
+    flags = "-m reference_engine --model sim:fast --port 0 --exit-with-stdin"
+    command = ["/bin/sh", "-c", f"exec {sys.executable} {flags} </dev/null >&-"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("reference_engine: standard output is closed; would be right: open")
+
+
+@pytest.mark.parametrize("flags", [["--host", "0.0.0.0"], ["--num-blocks", "0"]], ids=["warned", "refused"])
+def test_what_cannot_be_said_is_no_traceback(flags: list[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs Linux's /dev/full")
+    command = [sys.executable, "-m", "reference_engine", "--model", "sim:fast", "--port", "0", *flags]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_an_output_that_nobody_can_read_is_said_and_ends_it() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs Linux's /dev/full")
     command = [sys.executable, "-m", "reference_engine", "--model", "sim:fast", "--port", "0"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert "cannot be written: No space left on device" in done.stderr
 
@@ -762,6 +774,6 @@ def test_an_output_that_nobody_can_read_is_said_and_ends_it() -> None:
 )
 def test_bad_flags_end_with_one_line(flags: list[str], said: str) -> None:
     command = [sys.executable, "-m", "reference_engine", "--model", "sim:fast", "--port", "0", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert said in done.stderr
