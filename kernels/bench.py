@@ -230,29 +230,34 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a kernel is wrong, 2 usage, 130 interrupted, what was done being printed and written."""
+    """Exit code: 0 done, 1 a kernel is wrong, 2 it cannot be done, 130 interrupted.
+
+    However it ends, the rows that it had are printed and, with --json, written.
+    """
     options = arguments().parse_args(argv)
     names = list(CASES) if options.kernels == ["all"] else options.kernels
     if unknown := [name for name in names if name not in CASES]:
         return _usage(f"{unknown[0]!r} is no kernel; would be right: all, {', '.join(CASES)}")
-    results, whole = Results(), False
+    results = Results()
     try:
         sizes = Sizes(**{f.name: getattr(options, f.name) for f in fields(Sizes)})
+        if options.json and options.json.exists() and not options.json.is_file():  # a device must not be replaced
+            raise ValueError(f"--json {options.json} is no file; would be right: a file's name")
+        way = _way(sizes, options.compile, options.interpret)
         if options.json:
-            options.json.open("a").close()  # before minutes of measuring, not after
-            if not options.json.is_file():  # a device cannot be replaced row by row, and must not be
-                raise ValueError(f"--json {options.json} is no file; would be right: a file's name")
-        for results in _run(names, _way(sizes, options.compile, options.interpret)):
+            save(options.json, _so_far(way, [], names))  # before minutes of measuring, not after
+        for results in _run(names, way):
             if options.json:
                 save(options.json, results)
-        whole = True
+        return int(any(not row["ok"] for row in results.get("correct", ())))
     except KeyboardInterrupt:
         print("kernels.bench: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as problem:
         return _usage(str(problem))
-    if results:
-        print(_words(results))
-    return int(any(not row["ok"] for row in results.get("correct", ()))) if whole else 130
+    finally:
+        if results:
+            print(_words(results))
 
 
 class Way(NamedTuple):
@@ -283,23 +288,31 @@ def _way(sizes: Sizes, capability: int | None, interpret: bool) -> Way:
         )
     card = cuda()
     limits = ceilings(card)
-    about_it = {"measured": True, "card": torch.cuda.get_device_name(), "ceilings": limits._asdict()}
-    return Way(about_it, "rows", lambda name: [measure(name, sizes, limits, card)])
+    measured = {"measured": True, "card": torch.cuda.get_device_name(), "ceilings": limits._asdict()}
+    return Way(measured, "rows", lambda name: [measure(name, sizes, limits, card)])
 
 
 def _run(names: Sequence[str], way: Way) -> Iterator[Results]:
-    """The results so far, after each kernel; `left`: those that are not among them."""
+    """The results so far, after each kernel."""
     rows: list[Results] = []
     for number, name in enumerate(names, 1):
         rows += way.each(name)
-        yield way.about | {"left": list(names[number:]), way.rows: rows}
+        yield _so_far(way, rows, names[number:])
+
+
+def _so_far(way: Way, rows: list[Results], left: Sequence[str]) -> Results:
+    """`left`: the kernels that are not among the rows."""
+    return way.about | {"left": list(left), way.rows: rows}
 
 
 def save(place: Path, results: Results) -> None:
-    """Whole or not at all: the process may be killed at any time."""
+    """Whole or not at all: the process may be killed at any time. Raises OSError, leaving nothing of its own."""
     new = place.with_name(place.name + ".new")
-    new.write_text(json.dumps(results, indent=1) + "\n")
-    new.replace(place)
+    try:
+        new.write_text(json.dumps(results, indent=1) + "\n")
+        new.replace(place)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _words(results: Results) -> str:

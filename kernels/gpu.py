@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kernels.bench import save
+from kernels.bench import Results, save
 from kernels.gpu_engine import (
     BATCHING,
     METRICS,
     SCALES,
-    Results,
     Save,
     Scale,
     answers,
@@ -273,6 +272,8 @@ def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
     """All stages, or those named. Exit code: 0 every stage was whole and every kernel right, 1 not."""
     begun, found = time.monotonic(), dict[str, Any]()
     out.mkdir(parents=True, exist_ok=True)
+    for name in ("gpu.json", "gpu.md"):  # of an earlier run: what stands there is this one's
+        (out / name).unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the stage under way as well
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:  # what a stage leaves when it is killed goes with it
         for name, stage in STAGES.items():
@@ -281,24 +282,25 @@ def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
             left = WHOLE_S - (time.monotonic() - begun)
             limit_s = min(stage.limit_s, left)
             print(f"{name}: at most {limit_s:.0f} s", file=sys.stderr, flush=True)
-            at, place = time.monotonic(), out / f"gpu-{name}.json"
-            found[name] = (
-                _in_a_process(name, rehearse, limit_s, place, folder) if left > 1 else {"failed": "no time left"}
-            )
-            found[name]["took_s"] = round(time.monotonic() - at, 1)
-            save(out / "gpu.json", found)
-            (out / "gpu.md").write_text(report(found))
-            place.unlink(missing_ok=True)
+            at, place, failed = time.monotonic(), out / f"gpu-{name}.json", "interrupted"
+            place.unlink(missing_ok=True)  # of an earlier run
+            try:
+                failed = _in_a_process(name, rehearse, limit_s, place, folder) if left > 1 else "no time left"
+            finally:  # an interrupted stage's rows are kept as well
+                found[name] = _result(place, failed) | {"took_s": round(time.monotonic() - at, 1)}
+                save(out / "gpu.json", found)
+                (out / "gpu.md").write_text(report(found))
+                place.unlink(missing_ok=True)
     print(report(found))
     return int(any(not whole(result) for result in found.values()))
 
 
-def _in_a_process(name: str, rehearse: bool, limit_s: float, place: Path, folder: str) -> Results:
-    """A stage's results; `failed` with its last words if it did not end well, beside what it had saved at `place`.
+def _in_a_process(name: str, rehearse: bool, limit_s: float, place: Path, folder: str) -> str:
+    """Runs a stage, which saves its results at `place`: how it failed, with its last words, or "".
 
-    Past its limit its whole process group is killed. `folder`: for temporary files of all stages.
+    Past its limit, and where we are interrupted, its whole process group is killed. `folder`: for temporary files of
+    all stages.
     """
-    place.unlink(missing_ok=True)  # of an earlier run
     words = Path(folder) / f"{name}.log"
     command = [sys.executable, "-m", "kernels.gpu", "--stage", name, "--result", str(place.absolute())]
     command += ["--rehearse"] * rehearse
@@ -313,11 +315,16 @@ def _in_a_process(name: str, rehearse: bool, limit_s: float, place: Path, folder
             code = None
         finally:
             _end_group(child)
+    if code == 0:
+        return ""
+    how = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
+    return f"{how}: {words.read_text(errors='replace')[-2000:]}"
+
+
+def _result(place: Path, failed: str) -> Results:
+    """What a stage had saved, and how it failed if it did."""
     result: Results = json.loads(place.read_text()) if place.exists() else {}
-    if code != 0:
-        how = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}"
-        result["failed"] = f"{how}: {words.read_text(errors='replace')[-2000:]}"
-    return result
+    return result | ({"failed": failed} if failed else {})
 
 
 def _end_group(child: "subprocess.Popen[bytes]") -> None:

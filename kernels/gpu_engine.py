@@ -13,19 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.request import Request, urlopen
 
 import torch
 
 from kernels import random_model
+from kernels.bench import Results
 
 ROOT = Path(__file__).parents[1]
 STOP_S = 20.0
 METRICS = "tokens_per_second,ttft_p50,ttft_p95,tpot_p50,tpot_p95,itl_p99,error_rate"
 PROMPTS, ANSWERS = (245, 0.8, 1024), (121, 0.6, 384)  # median, sigma, most: lognormal, as in chat
 BATCHING = ("static", "dynamic", "continuous")
-Results = dict[str, Any]
 
 
 class Scale(NamedTuple):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -56,6 +57,7 @@ def test_a_result_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         ("sampling --top-p 0", "top_p is 0.0"),
         ("swiglu --interpret --json /nowhere/x", "No such file"),
         ("swiglu --interpret --json /dev/null", "--json /dev/null is no file"),
+        ("swiglu --interpret --json .", "--json . is no file"),
         ("swiglu --interpret --dtype float16", "--interpret takes tiny shapes of its own"),
         ("paged_attention --batch 64 --context 4096", "no GPU to measure on; would be right: --interpret"),
     ],
@@ -68,9 +70,50 @@ def test_a_mistake_is_said_in_a_line(words: str, said: str, capsys: pytest.Captu
     assert err.count("\n") == 1
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is tried is what will be done: a new file beside it takes its place."""
     monkeypatch.setattr(bench, "_run", lambda *of: pytest.fail("measured"))
-    assert bench.main(["swiglu", "--json", "/nowhere/x"]) == 2
+    (tmp_path / "found.json").write_text("of an earlier run")
+    (tmp_path / "found.json.new").mkdir()
+    for place in ("nowhere/x", "found.json"):
+        assert bench.main(["swiglu", "--interpret", "--json", f"{tmp_path}/{place}"]) == 2
+        assert capsys.readouterr().err.startswith("kernels.bench: [Errno ")
+    assert (tmp_path / "found.json").read_text() == "of an earlier run"
+
+
+def test_a_file_that_cannot_be_put_in_place_is_not_left_beside_it(tmp_path: Path) -> None:
+    place = tmp_path / "found.json"
+    place.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        bench.save(place, {})
+    assert list(tmp_path.iterdir()) == [place]
+
+
+@pytest.mark.parametrize("problem", [ValueError("odd"), OSError(28, "No space left on device"), RuntimeError("CUDA")])
+def test_a_bench_that_fails_half_way_prints_the_rows_it_had(
+    problem: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, row = tmp_path / "found.json", {"kernel": "rms_norm", "ok": True}
+
+    def correct(name: str, *of: object) -> dict[str, Any]:
+        if name != "rms_norm":
+            raise problem
+        return row
+
+    monkeypatch.setattr(bench, "correct", correct)
+    for kernels, done in (("swiglu", []), ("rms_norm swiglu", [row])):
+        words = [*kernels.split(), "--interpret", "--json", str(found)]
+        if isinstance(problem, RuntimeError):  # no mistake of the user's: a traceback
+            with pytest.raises(RuntimeError, match="CUDA"):
+                bench.main(words)
+        else:
+            assert bench.main(words) == 2
+        printed = capsys.readouterr().out
+        assert (json.loads(printed)["correct"] if done else printed) == (done or "")
+        results = json.loads(found.read_text())  # from the beginning, also over an earlier run's
+        assert (results["correct"], results["left"]) == (done, ["swiglu"])
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
@@ -187,7 +230,8 @@ def test_stages_fit_the_whole() -> None:
 
 
 def stage(name: str, folder: Path, limit_s: float = 60.0) -> dict[str, Any]:
-    return gpu._in_a_process(name, True, limit_s, folder / "result.json", str(folder))
+    place = folder / "result.json"
+    return gpu._result(place, gpu._in_a_process(name, True, limit_s, place, str(folder)))
 
 
 def test_a_stage_that_fails_or_hangs_leaves_its_words(tmp_path: Path) -> None:
@@ -195,29 +239,65 @@ def test_a_stage_that_fails_or_hangs_leaves_its_words(tmp_path: Path) -> None:
     assert stage("engine", tmp_path, 0.05)["failed"].startswith("stopped after 0 s")
 
 
-def test_a_stage_that_is_stopped_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none of an earlier run's."""
-    rows = [{"kernel": "k", "shape": "s", "error": 0.1, "allowed": 0.2, "ok": True}]
+ROWS = [{"kernel": "k", "shape": "s", "error": 0.1, "allowed": 0.2, "ok": True}]
+
+
+def saves_and_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage is a program that has saved ROWS and does not end."""
     program = f"""
-import json, sys, time
+import json, os, sys, time
 print("so far so good", flush=True)
-with open(sys.argv[sys.argv.index("--result") + 1], "w") as place:
-    json.dump({{"rows": json.loads({json.dumps(rows)!r}), "same_in_any_batch": {{}}}}, place)
+place = sys.argv[sys.argv.index("--result") + 1]
+with open(place + ".new", "w") as new:
+    json.dump({{"rows": json.loads({json.dumps(ROWS)!r}), "same_in_any_batch": {{}}}}, new)
+os.replace(place + ".new", place)
 time.sleep(60)
 """
-    script = tmp_path / "python"
+    script = folder / "python"
     script.write_text(f"#!{sys.executable}{program}")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_a_stage_that_is_stopped_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves_and_hangs(tmp_path, monkeypatch)
     found = stage("correctness", tmp_path, 8.0)
-    assert found["rows"] == rows
+    assert found["rows"] == ROWS
     assert found["failed"] == "stopped after 8 s: so far so good\n"
     assert not gpu.whole(found)
     written = gpu.report({"correctness": found | {"took_s": 8.0}})
     assert "NOT whole" in written
     assert "| k | s | 1.0e-01 | 2.0e-01 |" in written
-    monkeypatch.undo()
-    assert stage("nothing", tmp_path).keys() == {"failed"}
+
+
+def test_an_interrupted_stage_leaves_the_rows_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing of an earlier run's is left, of this stage or another."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("gpu.json", "gpu.md", "gpu-correctness.json"):
+        (out / name).write_text("of an earlier run")
+    saves_and_hangs(tmp_path, monkeypatch)
+    wait, old = subprocess.Popen.wait, []
+
+    def interrupted(child: "subprocess.Popen[bytes]", timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(child)
+        old.extend(p.name for p in out.iterdir() if p.read_text() == "of an earlier run")
+        end = time.monotonic() + 60
+        while not (out / "gpu-correctness.json").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    assert gpu.main(["--rehearse", "--only", "correctness", "--out", str(out)]) == 130
+    assert old == []
+    assert sorted(p.name for p in out.iterdir()) == ["gpu.json", "gpu.md"]
+    found = json.loads((out / "gpu.json").read_text())["correctness"]
+    assert (found["rows"], found["failed"]) == (ROWS, "interrupted")
+    assert "NOT whole" in (out / "gpu.md").read_text()
+    assert capsys.readouterr().err.splitlines()[-1] == f"kernels.gpu: interrupted; what was measured is in {out}"
 
 
 def test_the_script_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
