@@ -141,6 +141,7 @@ def _draws(sequences: list[Sequence], seed: int, device: torch.device) -> gpu.Dr
     uniforms = [sampler.uniform(s, seed) if p.temperature > 0 else 0.0 for s, p in zip(sequences, asked, strict=True)]
     early = [s.output_len < s.params.min_tokens for s in sequences]
     doubles = torch.tensor([[p.temperature for p in asked], [p.top_p for p in asked], uniforms], dtype=torch.float64)
-    # Never waited for: that would be for the guess under way as well, which comes first on the stream.
+    # Not waited for by us: that would be for the guess under way as well, which comes first on the stream. CUDA may
+    # still wait where it stages pageable memory; untried.
     not_yet, wide = (t.to(device, non_blocking=True) for t in (torch.tensor(early, dtype=torch.int32), doubles))
     return gpu.Draws(not_yet, *wide)

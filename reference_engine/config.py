@@ -24,7 +24,10 @@ class EngineConfig:
     served_name: str = knob("", "model name on the wire; empty: the model's own")
     dtype: str = knob("float32", "float32 | bfloat16")
     device: str = knob("auto", "auto | cpu | cuda")
-    cpu_kernels: str = knob("auto", "auto: native on a CPU, triton on a GPU | torch | native: C++ | triton")
+    cpu_kernels: str = knob(
+        "auto",
+        "auto: native on a CPU, triton on a GPU | torch | native: C++, flags of $REFERENCE_ENGINE_CXXFLAGS | triton",
+    )
     graphs: str = knob("auto", "auto: on a GPU with triton | on | off: decodes as CUDA graphs, sampled on the device")
     ahead: bool = knob(True, "graphs: launch the next decode before this one's tokens are read")
     quantization: str = knob("none", "none | int8-weights: 8 bits, by output | int8: activations too, by row")
@@ -40,7 +43,9 @@ class EngineConfig:
     max_num_seqs: int = knob(64, "most sequences that run at once")
     max_num_batched_tokens: int = knob(512, "token budget of a step")
     chunked_prefill: bool = knob(True, "off: a prompt is computed in one step or waits")
-    long_prefill_token_threshold: int = knob(0, "most tokens of a step for each prompt, not for all; 0: all")
+    long_prefill_token_threshold: int = knob(
+        0, "most tokens of a step for each prompt by itself; 0: as many as the step has"
+    )
     prefix_caching: bool = knob(True, "keep the KV of finished prompts for equal beginnings")
     batching: str = knob("continuous", "static | dynamic | continuous: when who waits may join who runs")
     max_wait_ms: int = knob(50, "static, dynamic: longest that a batch waits to be filled")

@@ -1,8 +1,8 @@
-"""What the kernels' tests share: buffers with canaries around every row, tolerances, broken copies of a module.
+"""What the kernels' tests share: buffers with canaries around every row and around a wrapper's own scratch, inputs that
+may only be read, tolerances, broken copies of a module.
 
-A file of tests that imports `few_programs` is held to two rules: fewer than ten programs a test, in all its launches;
-and no access to memory but to elements of the tensors that a kernel was given. One that imports `nothing_beside`, to
-the second.
+A file of tests is held to what it imports. `few_programs`: a test launches fewer than ten programs in all, and a kernel
+accesses no memory but elements of the tensors it was given. `nothing_beside`: the latter alone.
 
 Imported before any kernel: Triton looks at TRITON_INTERPRET when a kernel's module is read.
 """
@@ -103,7 +103,7 @@ def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_beside() -> Iterator[None]:
-    """The second rule alone, for tests of a whole engine. On a GPU nothing is looked at."""
+    """Only where accesses go, for tests of a whole engine. On a GPU nothing is looked at."""
     if not HAVE_TRITON:
         yield
         return

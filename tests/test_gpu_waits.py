@@ -1,7 +1,8 @@
-"""A step on a GPU waits for its tokens and for nothing else: the runner's own code on a device that has no memory.
+"""A step on a GPU asks to wait for its tokens and for nothing else: the runner's code on a device without memory.
 
-`meta` stands for the GPU. Kernels are not launched, everything else runs as it does there, and what would have the host
-wait for the device is an error where it is done.
+`meta` stands for the GPU. Kernels are not launched, everything else runs as it does there, and what asks the host to
+wait for the device is an error where it is done. A decode by graphs copies from pinned memory alone; other steps from
+pageable memory too, where CUDA may still wait while it stages a copy: untried.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ class Seen:
     """What crossed between host and device, and how often the host waited, since it was last cleared."""
 
     pinned: set[int] = field(default_factory=set)  # memory that the device copies from and to by itself
-    there: list[bool] = field(default_factory=list)  # a copy to the device: from pinned memory?
+    there: list[bool] = field(default_factory=list)  # a copy to the device: from pinned memory? Else CUDA may wait
     back: list[tuple[int, ...]] = field(default_factory=list)  # a copy to the host: its shape
     waited: int = 0
 
@@ -48,7 +49,7 @@ class Seen:
         self.there, self.back, self.waited = [], [], 0
 
     def crossed(self, source: torch.Tensor, to: torch.device, non_blocking: bool, target: torch.Tensor | None) -> None:
-        """A copy. To the device it may come from any memory: the driver takes what is pageable aside at once."""
+        """A copy. To the device it may come from any memory: not waited for by us; `there` says where CUDA may wait."""
         if not non_blocking:
             raise WaitError(f"a copy of {list(source.shape)} to {to} that is waited for")
         if to == DEVICE:
@@ -199,23 +200,27 @@ def test_a_decode_waits_for_its_tokens_and_for_nothing_else(
         assert seen.waited == 1
 
 
-def test_a_decode_larger_than_any_graph_waits_for_nothing_else_either(
+def test_a_decode_larger_than_any_graph_asks_to_wait_for_nothing_else_either(
     made: Callable[..., ModelRunner], seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its inputs come from pageable memory as well."""
     monkeypatch.setattr(graphs, "MOST_ROWS", 2)
     steps = decodes(made(), seen)
     for _ in range(4):
         next(steps)
+        assert seen.there
+        assert not all(seen.there)
         assert (seen.back, seen.waited) == ([(3,)], 1)
 
 
-def test_chunks_beside_decodes_do_not_wait_for_a_guess(made: Callable[..., ModelRunner], seen: Seen) -> None:
-    """Nothing but the end of a step waits: what was launched ahead runs while the next chunk is laid out."""
+def test_chunks_beside_decodes_ask_to_wait_for_no_guess(made: Callable[..., ModelRunner], seen: Seen) -> None:
+    """Nothing of ours but the end of a step waits: what was launched ahead may run while the next chunk is laid out."""
     engine = made()
     with watched(seen):
         drive(engine, [sequence(list(range(1, 20)), i, **SETTINGS) for i in range(3)], budget=11)
     assert engine._stepper
     assert engine._stepper.guessed
+    assert seen.back
     assert seen.waited <= len(seen.back)  # of a guess that nobody asked for, no token is read
 
 
