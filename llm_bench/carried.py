@@ -131,8 +131,9 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
     load = cell.header.get("load") or {}
     kind = str(load.get("kind"))
     client_limited = bool(doubts & set(CLIENT_LIMITED))
-    by_client = client_limited and window.state == windows.GROWING and not windows.grows_in_time(cell, window)
-    verdict, why = _verdict(objectives.judge(cell, window, agreed, client_limited=client_limited), window, by_client)
+    by_client = windows.by_client(cell, window, client_limited)
+    judged = objectives.judge(cell, window, agreed, client_limited=client_limited, by_client=by_client)
+    verdict, why = _verdict(judged, window, by_client)
 
     def figure(name: str) -> float | None:
         return metrics.compute(name, cell, window, agreed.context()).value

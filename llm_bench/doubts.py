@@ -182,7 +182,7 @@ def _overload(f: Facts) -> Finding | None:
     if f.stopped:
         return Finding(f"{grows}; but records that are lost look like a backlog, and {f.stopped}", EITHER_WAY)
     limited = any(CLIENT_CHECKS[kind](f) for kind in CLIENT_LIMITED)
-    if limited and not windows.grows_in_time(f.cell, f.window):
+    if windows.by_client(f.cell, f.window, limited):
         return Finding(f"{grows}, {windows.BY_CLIENT}", EITHER_WAY)
     found = f"{grows}, so all other figures depend on how long the run was"
     return Finding(found, TOO_LOW, "Lower --rate or --speed")

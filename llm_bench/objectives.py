@@ -188,16 +188,20 @@ def _implied(limits: Sequence[Limit]) -> tuple[float, float] | None:
 # ---- what a cell says
 
 
-def judge(cell: Cell, window: Window, agreed: Slo, *, client_limited: bool = False) -> list[Judged]:
+def judge(
+    cell: Cell, window: Window, agreed: Slo, *, client_limited: bool = False, by_client: bool | None = None
+) -> list[Judged]:
     """Each limit of the SLO against one cell.
 
     `client_limited`: latencies are upper bounds and throughput a lower one: a limit can be called missed only by
-    failures that are not this client's doing.
+    failures that are not this client's doing. `by_client`: what `windows.by_client` says, where it was asked before.
     """
     alone = (cell.header.get("load") or {}).get("class_alone") or ""  # the limits of other classes say nothing of it
     mine = (limit for limit in agreed.limits if not alone or limit.of_class in ("", alone))
-    grown = client_limited and window.state == windows.GROWING and not windows.grows_in_time(cell, window)
-    return [_judge(cell, window, limit, agreed, client_limited, windows.BY_CLIENT if grown else "") for limit in mine]
+    if by_client is None:
+        by_client = windows.by_client(cell, window, client_limited)
+    grown = windows.BY_CLIENT if by_client else ""
+    return [_judge(cell, window, limit, agreed, client_limited, grown) for limit in mine]
 
 
 def of_class(cell: Cell, name: str) -> Cell:
@@ -260,16 +264,8 @@ def _figure(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo)
         lost = int((due_in(cell, window) & outcome_in(cell, "failed", "dropped")).sum())
         why = f"{shown}, of the {counted(value.n, 'request')} measured"
         if lost and limit.metric.better == "lower":  # a failure ranks above every latency
-            return Judged(
-                limit,
-                "MISSED",
-                f"{lost:,} failed or {'was' if lost == 1 else 'were'} dropped; {why}",
-                value,
-                None,
-                None,
-                None,
-                value.n,
-            )
+            why = f"{lost:,} failed or {'was' if lost == 1 else 'were'} dropped; {why}"
+            return Judged(limit, "MISSED", why, value, None, None, None, value.n)
         verdict: Verdict = "MET" if within(np.array(value.value), limit.value) else "MISSED"
         return Judged(limit, verdict, why, value, None, None, None, value.n)
     spread = _SHARES[limit.metric.name](cell, window) if limit.metric.name in _SHARES else value.interval

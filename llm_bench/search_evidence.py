@@ -97,7 +97,7 @@ def seen(
     if reason == OVERLOADED and not overloaded:
         overloaded = "it was ended early, since its backlog grew"
     unsound = "" if overloaded or not answered else _unsound(window)
-    if overloaded and client_limited and not windows.grows_in_time(cell, window):
+    if windows.by_client(cell, window, client_limited, grew=bool(overloaded)):
         overloaded, unsound = "", f"{overloaded}, {windows.BY_CLIENT}"
     return Seen(
         name,

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from llm_bench.columns import Cell, Piece
-from llm_bench.windows import Window
+from llm_bench.windows import Window, connecting_retried
 
 
 class Bound(NamedTuple):
@@ -249,8 +249,7 @@ def _lag(cell: Cell, later: str, earlier: str) -> Column:
 def _lag_client(cell: Cell, _: Context) -> Column:
     """What is left of sent - ready when connecting is taken off. Retries before anything was sent waited as told."""
     lag = _lag(cell, "sent_ns", "ready_ns").values - cell["connect_ns"] / 1e6
-    retried = (cell["attempts"] > 1) & cell.among("first_attempt", "connect_error", "connect_timeout")
-    return _column(lag, {"connecting was retried": retried})
+    return _column(lag, {"connecting was retried": connecting_retried(cell)})
 
 
 def _lag_connect(cell: Cell, _: Context) -> Column:

@@ -205,14 +205,14 @@ def grows_in_time(cell: Cell, window: Window) -> bool:
 
     By a bound that needs no model of the target: what is late piles up in front of it and adds, when it is let go, at
     most as much to its queue as was ever piled up in the window. What the queue gained less that is what it gains from
-    requests sent in time. A loop that sends late reads late: who ended within the longest lag after a moment may have
-    been answered by then, and who was cut within it too.
+    requests sent in time. A loop that sends late reads late: who was due at a moment and ended within the longest lag
+    after it may have been answered by then, and who was cut within it too.
     """
     cap = (cell.header.get("load") or {}).get("max_in_flight")
     growth = backlog_growth(cell, window, cap)
     due, ready, tried = cell["due_ns"], cell["ready_ns"], attempted(cell)
     passed_ns = left_ns(cell) - np.maximum(cell["connect_ns"], 0)
-    late = tried & (ready > 0) & (passed_ns > ready)
+    late = tried & (ready > 0) & (passed_ns > ready) & ~connecting_retried(cell)
     mine = late & (passed_ns > window.start_ns) & (ready < window.end_ns)
     lag_ns = int((passed_ns - ready)[mine].max(initial=0))
     opens, last = window.start_ns, window.end_ns - 1 - lag_ns
@@ -224,8 +224,17 @@ def grows_in_time(cell: Cell, window: Window) -> bool:
     at_ns, level = steps(begun, ended)  # what this client holds up
     most = int(level[(at_ns >= opens) & (at_ns <= last)].max(initial=0))
     before = _level(due, cell["end_ns"][tried], np.array([opens]))[0]
-    after = _level(due, cell["end_ns"][tried] - lag_ns, np.array([last]))[0]
+    ended_ns = np.maximum(cell["end_ns"] - lag_ns, due)[tried]  # an interval of `_level` ends after it has begun
+    after = _level(due, ended_ns, np.array([last]))[0]
     return bool(after - level_at(at_ns, level, np.array([last]))[0] - most - before > growth.swing)
+
+
+def by_client(cell: Cell, window: Window, client_limited: bool, *, grew: bool = False) -> bool:
+    """Does the backlog of a cell that this client limited grow by no more than its own lateness explains?
+
+    `grew`: the driver saw it grow, and ended the cell for it, whatever the state of what is left of the window.
+    """
+    return client_limited and (grew or window.state == GROWING) and not grows_in_time(cell, window)
 
 
 def _trends(growth: steady.Growth) -> str:
@@ -301,6 +310,11 @@ def _due_in(cell: Cell, start_ns: int, end_ns: int) -> int:
 def attempted(cell: Cell) -> np.ndarray:
     """Mask of requests for which a connection was begun or taken."""
     return ~cell.among("outcome", "dropped")
+
+
+def connecting_retried(cell: Cell) -> np.ndarray:
+    """Mask of requests whose first attempt found no connection: before the next they waited as told, and not late."""
+    return np.asarray((cell["attempts"] > 1) & cell.among("first_attempt", "connect_error", "connect_timeout"))
 
 
 def has_sessions(cell: Cell) -> bool:

@@ -14,7 +14,7 @@ from llm_bench.objectives import PRESETS, Slo, judge, parse
 from llm_bench.series import Bound
 from llm_bench.slo import attainment
 from llm_bench.windows import Window
-from tests.sample import cell, ns, record
+from tests.sample import cell, ns, record, stood_still
 
 ALL = Window(ns(0), ns(1e6), 0, 0, "")
 
@@ -214,6 +214,17 @@ def test_a_cell_that_is_not_steady_meets_nothing(window, met, missed, said):
     (bad,) = judge(spread(2000, 400), window, parse("ttft_p95<800ms"))
     assert (good.verdict, bad.verdict) == (met, missed)
     assert said in good.why
+
+
+def test_a_backlog_that_the_client_made_meets_nothing_and_is_said_to_be_its_own():
+    late = cell(stood_still(27), load={"kind": "open", "rate": 100.0, "warmup": 0.0})
+    window = windows.open_(late)
+    assert window.state == windows.GROWING
+    for limited in (True, False):
+        (found,) = judge(late, window, parse("error_rate<1%"), client_limited=limited)
+        assert found.verdict == "UNDECIDED"
+        assert (windows.BY_CLIENT in found.why) is limited
+        assert ("a longer run would be slower" in found.why) is not limited
 
 
 def test_where_the_client_was_the_limit_nothing_is_called_missed():

@@ -323,17 +323,21 @@ def test_a_window_of_one_moment_is_none() -> None:
 AT_100 = {"kind": "open", "rate": 100.0, "warmup": 0.0}
 
 
-def held_up(seconds: float, stop: float, hold: float, each: float, lag: float = 0.0) -> Cell:
+def held_up(seconds: float, stop: float, hold: float, each: float, lag: float = 0.0, easy: int = 0) -> Cell:
     """100/s of a server that takes `each` ms a request, one at a time; the client stands still for `hold` ms at `stop`.
 
     What it would have sent meanwhile it sends then, and what came meanwhile it reads then; each request `lag` ms late.
+    `easy` of ten take 5 ms, whoever else is there.
     """
     free, rows = 0.0, []
     for i in range(round(100 * seconds)):
         due = 10.0 * i
-        sent = stop + hold if stop <= due < stop + hold else due + lag
-        free = max(free, sent) + each
-        read = stop + hold if stop <= free < stop + hold else free
+        sent = done = stop + hold if stop <= due < stop + hold else due + lag
+        if i % 10 < easy:
+            done += 5
+        else:
+            done = free = max(free, sent) + each
+        read = stop + hold if stop <= done < stop + hold else done
         rows.append(record(i, due, sent, [read], ready_ns=ns(due)))
     return cell(rows, load=AT_100)
 
@@ -346,6 +350,9 @@ def held_up(seconds: float, stop: float, hold: float, each: float, lag: float = 
         (cell(stood_still(27), load=AT_100), False),  # it stands still until all is over
         (held_up(10, 2000, 2000, 15), False),  # 330 left, of a heap of 200: not without a doubt in a short run
         (held_up(40, 2000, 2000, 15), True),  # and in a longer one
+        # 30/s at a seat for 18/s: 200 more are left than were held up. The 70/s that are answered at once take nothing
+        # off it, where they came after the moment that is looked at.
+        (held_up(40, 5000, 2000, 55, easy=7), True),
     ],
 )
 def test_a_backlog_grows_in_time_only_where_more_is_left_than_the_client_held_up(made, in_time):
@@ -355,8 +362,32 @@ def test_a_backlog_grows_in_time_only_where_more_is_left_than_the_client_held_up
 
 
 def test_a_heap_that_the_window_ends_before_it_is_worked_off_is_no_backlog_in_time():
-    made = held_up(10, 5200, 1000, 9.8)  # it takes 49 s
-    assert not windows.grows_in_time(made, windows.open_(made))
+    made = held_up(10, 5000, 1000, 9.98)  # it takes 500 s
+    window = windows.open_(made)
+    assert window.state == windows.GROWING
+    assert not windows.grows_in_time(made, window)
+
+
+@pytest.mark.parametrize(
+    ("first", "in_time"), [("connect_error", True), ("connect_timeout", True), ("rejected", False)]
+)
+def test_what_a_request_waits_before_it_connects_again_is_no_lateness_of_the_clients(first: str, in_time: bool) -> None:
+    """91 of 1,000 are left of a server that takes 11 ms each; one is sent 9 s after its turn."""
+    rows = [record(i, 10.0 * i, events=[11.0 * (i + 1)]) for i in range(1000)]
+    rows[300] = record(300, 3000, 12_000, [12_010], ready_ns=ns(3000), attempts=2, first_attempt=first)
+    made = cell(rows, load=AT_100)
+    window = windows.open_(made)
+    assert window.state == windows.GROWING
+    assert windows.grows_in_time(made, window) is in_time
+
+
+def test_a_backlog_is_the_clients_only_where_it_was_the_limit_and_the_backlog_grew() -> None:
+    late, steady = cell(stood_still(27), load=AT_100), held_up(10, 20_000, 0, 5)
+    grown, still = windows.open_(late), windows.open_(steady)
+    assert windows.by_client(late, grown, True)
+    assert not windows.by_client(late, grown, False)
+    assert not windows.by_client(steady, still, True)
+    assert windows.by_client(steady, still, True, grew=True)
 
 
 def test_what_a_client_without_a_cap_never_sent_is_its_own_backlog_and_with_one_it_waited_for_the_target():
