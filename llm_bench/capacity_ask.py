@@ -85,11 +85,6 @@ class Ask(NamedTuple):
     delays_ms: tuple[float, ...] = ()  # batch window of each run, in their order
 
 
-def of_one(value: float, what: str) -> str:
-    """A figure with what it counts: `1 token`, `16 tokens`."""
-    return f"{digits(value)} {what}{'' if value == 1 else 's'}"
-
-
 def digits(value: float | None) -> str:
     """Four digits or so, whole where it is."""
     if value is None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from llm_bench import capacity
 from llm_bench.capacity import Fleet, Prices
-from llm_bench.capacity_ask import Ask, Demand, Figure, Section, digits, of_one
+from llm_bench.capacity_ask import Ask, Demand, Figure, Section, digits
 from llm_bench.carried import Bracket
 from llm_bench.printable import counted
 
@@ -116,9 +116,10 @@ def _cost(of: Fleet, ask: Ask, prices: Prices, demand: float, tokens_out: float 
     figures = [Figure("per_hour", "cost per hour", found.per_hour, f"{money}/h", hourly)]
     answers, name = found.served * capacity.HOURS_S, f"cost per 1M output tokens{within}"
     if tokens_out:
-        how = f"at {digits(found.served)}/s x {of_one(tokens_out, 'token')} x 3,600 s = {digits(answers * tokens_out)} "
-        figures.append(Figure("per_million", name, found.per_million, money, f"{how}tokens an hour"))
-        how = f"of {of_one(tokens_out, 'token')}"
+        each = counted(digits(tokens_out), "token")
+        how = f"at {digits(found.served)}/s x {each} x 3,600 s = {digits(answers * tokens_out)} tokens an hour"
+        figures.append(Figure("per_million", name, found.per_million, money, how))
+        how = f"of {each}"
     else:
         figures.append(Figure("per_million", name, None, money, "how many tokens an answer has is not known"))
         how = f"at {digits(found.served)}/s x 3,600 s = {digits(answers)} answers an hour"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from llm_bench import capacity, capacity_fleet, carried, curves, knobs, kv_gauge, kv_plan, windows
 from llm_bench.capacity import Ceiling, Prices
-from llm_bench.capacity_ask import Ask, Figure, Section, Table, WhatIf, digits, of_one
+from llm_bench.capacity_ask import Ask, Figure, Section, Table, WhatIf, digits
 from llm_bench.capacity_fleet import Answers
 from llm_bench.carried import Bracket, Busiest, Carried, Resident
 from llm_bench.curves import Estimate, Fit
@@ -59,7 +59,7 @@ def _ceilings(
     """`busiest`: the measured cell that `given` has its token rate and answers from."""
     found = []
     if given.tokens_per_second is not None and given.tokens_out is not None:
-        how = f"{digits(given.tokens_per_second)} tokens/s / {of_one(given.tokens_out, 'token')} an answer"
+        how = f"{digits(given.tokens_per_second)} tokens/s / {counted(digits(given.tokens_out), 'token')} an answer"
         how += f" at {busiest.cell.load}; {busiest.text}" if busiest else ""
         most = capacity.ceiling(given.tokens_per_second, given.tokens_out)
         found.append(Ceiling(TOKEN_RATE, most, how))
@@ -75,12 +75,13 @@ def _ceilings(
         sections.append(section)
         stay_s = held.active_s if held is not None else given.stay_s
         if sequences is not None and stay_s:
-            how = f"{of_one(sequences, 'sequence')} in its memory / {digits(stay_s)} s that each holds its blocks"
-            how += " (Little's law)"
+            how = f"{counted(digits(sequences), 'sequence')} in its memory / {digits(stay_s)} s that each holds its "
+            how += "blocks (Little's law)"
             found.append(Ceiling("KV memory", capacity.rate_of(sequences, stay_s), how))
         roof = next((f.value for f in section.figures if f.key == "memory_roof"), None)
         if roof and given.tokens_out and roof < (given.tokens_per_second or 0.0):
-            how = f"{digits(roof)} tokens/s / {of_one(given.tokens_out, 'token')} an answer: fewer than the rate given"
+            how = f"{digits(roof)} tokens/s / {counted(digits(given.tokens_out), 'token')} an answer: fewer than the "
+            how += "rate given"
             found.append(Ceiling("memory bandwidth", capacity.ceiling(roof, given.tokens_out), how))
     if found:
         lowest = capacity.binding(found)

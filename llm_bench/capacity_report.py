@@ -8,6 +8,7 @@ from typing import Any
 from llm_bench import kv_cache
 from llm_bench.capacity_ask import Figure, Section, Table, digits
 from llm_bench.errors import BenchError
+from llm_bench.printable import counted
 
 SCHEMA = 2  # of the JSON document; counts up when a key changes its meaning
 WIDTH = 100
@@ -22,9 +23,10 @@ def shown(figure: Figure) -> str:
         return f"{value:,.0f} bytes" if value < 1_000_000 else kv_cache.size(value)
     if unit == "share":
         return f"{value:.2%}"
-    if value == 1 and unit in ("replicas", "requests", "sequences", "days", "tokens"):
-        unit = unit.removesuffix("s")
-    return f"{digits(value)}{unit}" if unit.startswith("/") else f"{digits(value)} {unit}".removesuffix(" 1").rstrip()
+    number = digits(value)
+    if unit in ("replicas", "requests", "sequences", "days", "tokens"):
+        return counted(number, unit.removesuffix("s"))
+    return f"{number}{unit}" if unit.startswith("/") else f"{number} {unit}".removesuffix(" 1").rstrip()
 
 
 def _cell(value: str | float | None) -> str:

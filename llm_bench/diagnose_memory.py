@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from llm_bench.evidence import LEAST_BINS, Case, Finding
-from llm_bench.printable import counted
+from llm_bench.printable import clean, counted
 from llm_bench.series import outcome_in
 
 KV_FULL = 0.9  # on average; or so full that one more request like those in it would not fit
@@ -48,7 +48,7 @@ def preemptions(case: Case) -> Finding | None:
     grown = _context_growth(case)
     full = "" if kv is None else f"; KV memory was up to {kv:.0%} full"
     return Finding(
-        f"{counted(count, 'preemption', '.0f')} where {counted(ended, 'request')} ended{full}"
+        f"{counted(f'{count:.0f}', 'preemption')} where {counted(ended, 'request')} ended{full}"
         + (f"; requests of the second half hold {grown:.1f} times the tokens of the first" if grown else ""),
         "sure",
         case.names("preemptions", "kv_usage"),
@@ -71,8 +71,9 @@ def out_of_memory(case: Case) -> Finding | None:
     mine = [text for text in texts if _MEMORY.search(text)]
     if not mine:
         return None
+    of = counted(len(texts), "failed request")
     return Finding(
-        f"{len(mine)} of {len(texts)} failed requests say so, first: {mine[0][:120]}",
+        f"{len(mine):,} of {of} {'says' if len(mine) == 1 else 'say'} so, first: {clean(mine[0])[:120]}",
         "sure",
         "the server's errors",
         "Lower the memory fraction for KV or the batch limit; look into the server's log for the step that failed",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llm_bench import carried
-from llm_bench.capacity_ask import Figure, Section, Table, digits, of_one
+from llm_bench.capacity_ask import Figure, Section, Table, digits
 from llm_bench.carried import Resident
 from llm_bench.printable import counted
 from llm_bench.results import Measured
@@ -119,9 +119,10 @@ def _suggests(apart: float, held: Resident, server: Figures, gauge: float) -> st
     running, had = server.value("running"), float(held.seconds.sum()) / server.seconds
     if apart > 0:
         if running is not None and running > OTHERS * had:
+            ran = counted(digits(running), "sequence")
             return (
-                f"the server ran {of_one(running, 'sequence')}, the records have {digits(had)} that held something: "
-                "others' requests are in its memory, or the time before the first token, which is not told"
+                f"the server ran {ran}, the records have {digits(had)} that held something: others' requests are in "
+                "its memory, or the time before the first token, which is not told"
             )
         return (
             "the server holds more than its sequences need by now: room kept for answers not yet made, or blocks of "

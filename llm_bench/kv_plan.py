@@ -1,7 +1,7 @@
 """The KV memory of a replica as a section of a plan: what a token, a sequence and a context take, and what fits."""
 
 from llm_bench import capacity, kv_cache
-from llm_bench.capacity_ask import Figure, Hardware, Section, Table, digits, of_one
+from llm_bench.capacity_ask import Figure, Hardware, Section, Table, digits
 from llm_bench.carried import Resident
 from llm_bench.printable import counted
 
@@ -77,7 +77,7 @@ def _bytes_of(hw: Hardware, tokens: float) -> float:
 def _held_bytes(hw: Hardware, held: Resident | None, tokens: float | None) -> tuple[float, str, list[str]] | None:
     """(bytes, how, remarks) of a mean active sequence."""
     if tokens is not None:
-        return _bytes_of(hw, tokens), f"{of_one(tokens, 'token')}, assumed, in blocks of {hw.block_size}", []
+        return _bytes_of(hw, tokens), f"{counted(digits(tokens), 'token')}, assumed, in blocks of {hw.block_size}", []
     if held is None:
         return None
     slides = hw.shape is not None and any(layer.window is not None for layer in hw.shape.layers)
@@ -85,7 +85,7 @@ def _held_bytes(hw: Hardware, held: Resident | None, tokens: float | None) -> tu
     seconds = held.private if shared else held.seconds
     blocks = held.private_blocks if shared else held.blocks
     total = sum(s * _bytes_of(hw, b * hw.block_size) for b, s in enumerate(seconds.tolist()) if s)
-    of = f"{counted(blocks, 'block', '.4g')} of {counted(hw.block_size, 'token')}"
+    of = f"{counted(f'{blocks:.4g}', 'block')} of {counted(hw.block_size, 'token')}"
     how = (
         f"time-weighted mean of {counted(held.sequences, 'sequence')}, {of}, {held.begins}; the longest held "
         f"{held.most:,}"
@@ -93,7 +93,7 @@ def _held_bytes(hw: Hardware, held: Resident | None, tokens: float | None) -> tu
     remarks = [f"left out of what sequences held: {held.left_out}"] if held.left_out else []
     if shared:
         remarks.append(
-            f"blocks taken from the server's cache are taken off ({counted(held.blocks, 'block', '.4g')} with them); "
+            f"blocks taken from the server's cache are taken off ({counted(f'{held.blocks:.4g}', 'block')} with them); "
             "the shared blocks themselves, held once, are not counted"
         )
     elif held.shared:

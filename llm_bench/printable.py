@@ -1,7 +1,7 @@
-"""Text that others wrote (a server, a trace, a name), made harmless where it is said: nothing in it acts, all is seen.
+"""Foreign text made harmless where it is said; counts in words.
 
-A control character can clear a terminal, hide a line or set its title; a bidirectional one shows letters in an order
-that they do not have (CVE-2021-42574).
+Of what others wrote (a server, a trace, a name) nothing acts and all is seen. A control character can clear a terminal,
+hide a line or set its title; a bidirectional one shows letters in an order that they do not have (CVE-2021-42574).
 """
 
 import re
@@ -28,9 +28,10 @@ def lines(text: str, *, colour: bool = False) -> str:
     return "\n".join(map(clean, text.replace("\r\n", "\n").split("\n")))
 
 
-def counted(n: float, what: str, digits: str = ",") -> str:
-    """`1 request`, `2 requests`, `1,000 requests`: for words that add an s. `digits`: how the number is written."""
-    return f"{n:{digits}} {what}" if n == 1 else f"{n:{digits}} {what}s"
+def counted(n: float | str, what: str) -> str:
+    """`1 request`, `2 requests`, `1,000 requests`: for words that add an s. `n`: a number, or how it is written."""
+    shown = n if isinstance(n, str) else f"{n:,}"
+    return f"{shown} {what}{'' if shown == '1' else 's'}"
 
 
 def cleaned(value: Any) -> Any:

@@ -72,6 +72,15 @@ def test_every_text_of_a_json_value_is_cleaned() -> None:
     assert printable.cleaned({"a\x1b": ["b\n", {"c": "\x07"}, 1, None]}) == {"a\\x1b": ["b ", {"c": "\\x07"}, 1, None]}
 
 
+@pytest.mark.parametrize(
+    ("n", "said"),
+    [(1, "1 request"), (2, "2 requests"), (0, "0 requests"), (1000, "1,000 requests"), ("0.6", "0.6 requests"),
+     (f"{0.6:.0f}", "1 request"), ("1.5", "1.5 requests")],
+)  # fmt: skip
+def test_counts_are_of_one_where_they_read_so(n: int | str, said: str) -> None:
+    assert printable.counted(n, "request") == said
+
+
 # ---- reports
 
 
