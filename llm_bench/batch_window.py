@@ -16,8 +16,10 @@ import numpy as np
 from llm_bench import metrics, stats
 from llm_bench.columns import Cell
 from llm_bench.objectives import SECTIONS, Slo
+from llm_bench.series import due_in, outcome_in
 from llm_bench.windows import GROWING, Window
 
+LOST = 0.01  # of the requests due, failed or dropped: what a search allows; with more not all that came was carried
 MADE = {"tokens_per_second": "tokens/s", "requests_per_second": "answers/s"}  # the first that a cell has, in words
 WAITED = {"ttft_p95": "p95 TTFT", "e2e_p95": "p95 e2e"}
 
@@ -31,7 +33,7 @@ class Measure(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """One run at one load: MADE a second, and WAITED in ms. `offered`: it carried all that came, and could do more."""
+    """One run at one load: MADE a second, and WAITED in ms. `offered`: it carried all that came, and may carry more."""
 
     load: str
     throughput: Measure
@@ -63,16 +65,16 @@ class Trade(NamedTuple):
     gain: Change | str
     cost_ms: Change | str
     left_ms: Change | str
-    base_ms: float = 0.0  # than this
+    base_ms: float = 0.0  # the window that it is longer than
     waited: str = "ttft_p95"
-    at_least: bool = False  # one of the two carried all that came: the gain may be more
+    bound: str = ""  # "at least" or "at most": one of the two carried all that came, and may carry more
 
     @property
     def text(self) -> str:
         """2 ms buys 28% (26% to 30%) and costs 90 ms of p95 TTFT (70 to 110 ms); 290 ms of budget left (...)."""
         buys, costs, left = self.gain, self.cost_ms, self.left_ms
-        least = " at least" if self.at_least else ""
-        first = buys if isinstance(buys, str) else _said(buys, f"buys{least}", f"loses{least}", 100, "%")
+        bound = f" {self.bound}" if self.bound else ""
+        first = buys if isinstance(buys, str) else _said(buys, f"buys{bound}", f"loses{bound}", 100, "%")
         second = costs
         if not isinstance(costs, str):
             second = f"{_said(costs, 'costs', 'saves', 1, ' ms')} of {WAITED[self.waited]}"
@@ -100,15 +102,25 @@ def _bounds(change: Change, scale: float, unit: str, more: str = "") -> str:
     return f" (95%: {low:.3g}{unit} to {high:.3g}{unit}{more})"
 
 
-def arm(cell: Cell, window: Window, load: str) -> Arm:
-    """A cell's two figures. Throughput's interval is t9 of ten sections of the window, p95's of order statistics."""
+def arm(cell: Cell, window: Window, load: str, *, by_client: bool = False) -> Arm:
+    """A cell's two figures. Throughput's interval is t9 of ten sections of the window, p95's of order statistics.
+
+    `by_client`: its backlog grows by no more than this client's lateness explains, which is no sign of a full server.
+    """
     made, value = _first(MADE, cell, window)
     waited, p95 = _first(WAITED, cell, window)
     half = None if p95.interval is None else (p95.interval.high - p95.interval.low) / 2
-    closed = (cell.header.get("load") or {}).get("kind") == "closed"
     measured = Measure(p95.value, half, p95.reason or p95.refusal)
-    offered = not closed and window.state != GROWING
-    return Arm(load, _throughput(made, cell, window, value), measured, made, waited, offered)
+    return Arm(load, _throughput(made, cell, window, value), measured, made, waited, _offered(cell, window, by_client))
+
+
+def _offered(cell: Cell, window: Window, by_client: bool) -> bool:
+    """Did it carry all that came? A closed loop sends no more than is carried, and who is refused was not carried."""
+    closed = (cell.header.get("load") or {}).get("kind") == "closed"
+    full = window.state == GROWING and not by_client
+    due = due_in(cell, window)
+    lost = int((due & outcome_in(cell, "failed", "dropped")).sum())
+    return not closed and not full and lost <= LOST * int(due.sum())
 
 
 def _first(names: Iterable[str], cell: Cell, window: Window) -> tuple[str, metrics.Value]:
@@ -147,13 +159,24 @@ def trade(without: Arm, with_delay: Arm, delay_ms: float, agreed: Slo, base_ms: 
     cost = _difference(a, b, WAITED[waited])
     gain = _gain(without.throughput, with_delay.throughput)
     if (without.made, without.waited) != (with_delay.made, waited):
-        gain = cost = "is not to be compared (one of the two answered in whole, the other in tokens)"
+        gain = "is not to be compared (one of the two answered whole, the other in tokens)"
+        cost = "costs what cannot be said"
     elif without.offered and with_delay.offered:
         gain = (
             f"buys nothing that this load can show ({MADE[with_delay.made]} are what was offered, and carried, both "
             "times: a closed loop, or more than it carries, would show it)"
         )
-    return Trade(with_delay.load, delay_ms, gain, cost, left, base_ms, waited, without.offered != with_delay.offered)
+    return Trade(with_delay.load, delay_ms, gain, cost, left, base_ms, waited, _bound(without, with_delay, gain))
+
+
+def _bound(without: Arm, with_delay: Arm, gain: Change | str) -> str:
+    """On which side of the change the true one lies, where one of the two carried all that came and may carry more.
+
+    With the delay, it buys at least or loses at most what was seen; without it, buys at most or loses at least that.
+    """
+    if isinstance(gain, str) or without.offered == with_delay.offered:
+        return ""
+    return "at least" if (gain.value >= 0) == with_delay.offered else "at most"
 
 
 def _change(value: float, half: float | None, refusal: str) -> Change:

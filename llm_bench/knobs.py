@@ -123,14 +123,15 @@ def windows_section(runs: Sequence[Run], by_run: Sequence[Sequence[Carried]], as
         arms = []
         for i in order:
             same = next((x for x in runs[i].cells if (x.target, x.load) == (m.target, m.load)), None)
-            verdict = next((c.verdict for c in by_run[i] if (c.target, c.load) == (m.target, m.load)), None)
-            if same is None or verdict is None:
+            known = next((c for c in by_run[i] if (c.target, c.load) == (m.target, m.load)), None)
+            if same is None or known is None:
                 break
-            arms.append((ask.delays_ms[i], batch_window.arm(same.cell, same.window, f"{m.target}, {m.load}"), verdict))
+            made = batch_window.arm(same.cell, same.window, f"{m.target}, {m.load}", by_client=known.by_client)
+            arms.append((ask.delays_ms[i], made, known.verdict))
         if len(arms) < len(runs):
             notes.append(f"{m.target}, {m.load}: not measured by every run")
             continue
         base_ms, base, _ = arms[0]
-        notes += [batch_window.trade(base, arm, delay - base_ms, ask.slo, base_ms).text for delay, arm, _ in arms[1:]]
+        notes += [batch_window.trade(base, made, delay - base_ms, ask.slo, base_ms).text for delay, made, _ in arms[1:]]
         notes.append(f"{m.target}, {m.load}: {batch_window.longest([(d, v) for d, _, v in arms]).text}")
     return Section("batch_window", "Batch window", notes=notes)

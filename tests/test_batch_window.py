@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_bench import capacity_plan
+from llm_bench import capacity_plan, windows
 from llm_bench.batch_window import Arm, Longest, Measure, arm, longest, trade
 from llm_bench.capacity_ask import Ask
 from llm_bench.columns import Cell
@@ -16,10 +16,11 @@ from llm_bench.objectives import NO_SLO, parse
 from llm_bench.windows import Window
 from reference_engine.config import EngineConfig
 from tests import simulated
-from tests.sample import cell, ns, record
+from tests.sample import cell, ns, record, stood_still
 from tests.test_carried import run_of
 
 SLO = parse("ttft_p95<800ms,error_rate<1%")
+RATE_100 = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
 BEFORE = Arm("rate=20/s", Measure(1000.0, 10.0), Measure(420.0, 12.0))
 AFTER = Arm("rate=20/s", Measure(1280.0, 12.8), Measure(510.0, 16.0))
 
@@ -119,9 +120,50 @@ def test_what_was_offered_and_carried_both_times_shows_no_gain():
     text = trade(open_, AFTER._replace(offered=True), 2, SLO).text
     assert "2 ms buys nothing that this load can show (tokens/s are what was offered, and carried, both times" in text
     assert "costs 90 ms" in text
-    # Overloaded without it, and all carried with it: it may be more than what came.
-    assert "2 ms buys at least 28%" in trade(BEFORE, AFTER._replace(offered=True), 2, SLO).text
     assert "2 ms more than 5 ms buys 28%" in trade(BEFORE, AFTER, 2, SLO, base_ms=5).text
+
+
+@pytest.mark.parametrize(
+    ("without", "with_delay", "said"),
+    [
+        (BEFORE, AFTER._replace(offered=True), "2 ms buys at least 28%"),  # more than what came may be carried with it
+        (AFTER, BEFORE._replace(offered=True), "2 ms loses at most 21.9%"),
+        (AFTER._replace(offered=True), BEFORE, "2 ms loses at least 21.9%"),  # and without it
+        (BEFORE._replace(offered=True), AFTER, "2 ms buys at most 28%"),
+    ],
+)
+def test_who_carried_all_that_came_may_carry_more_which_bounds_the_change_on_one_side(without, with_delay, said):
+    assert said in trade(without, with_delay, 2, SLO).text
+
+
+def test_without_a_figure_there_is_nothing_to_bound():
+    unknown = AFTER._replace(throughput=Measure(None, None, "no tokens"), offered=True)
+    assert "2 ms its throughput is not known (no tokens) and" in trade(BEFORE, unknown, 2, SLO).text
+
+
+@pytest.mark.parametrize(("outcome", "every", "carried"), [("failed", 5, False), ("dropped", 5, False),
+                                                           ("failed", 200, True)])  # fmt: skip
+def test_a_server_that_refuses_did_not_carry_what_came(outcome, every, carried):
+    """100/s at which one in so many is refused; with the delay all are served."""
+    rows = [record(i, 10.0 * i, events=[10.0 * i + 50 + 10 * k for k in range(5)]) for i in range(1000)]
+    some = [record(i, 10.0 * i, outcome=outcome) if i % every == 0 else row for i, row in enumerate(rows)]
+    window = Window(ns(1000), ns(9000), 100, 800, "", state=windows.STATIONARY)
+    rate = {"kind": "open", "rate": 100.0}
+    before, after = (arm(cell(of, load=rate), window, "rate=100/s") for of in (some, rows))
+    assert (before.offered, after.offered) == (carried, True)
+    text = trade(before, after, 2, SLO).text
+    assert ("buys nothing that this load can show" if carried else "2 ms buys at least 25") in text
+
+
+def test_a_backlog_that_the_client_made_is_no_sign_of_a_full_server(tmp_path: Path):
+    late = cell(stood_still(27), load=RATE_100)
+    window = windows.open_(late)
+    assert window.state == windows.GROWING
+    assert [arm(late, window, "rate=100/s", by_client=of).offered for of in (True, False)] == [True, False]
+    runs = [run_of(tmp_path / name, {"000-a": (stood_still(seed), RATE_100)}) for name, seed in (("a", 27), ("b", 28))]
+    sections = capacity_plan.plan(runs, Ask(parse("ttft_p95<100s"), delays_ms=(0.0, 5.0)))
+    (section,) = (s for s in sections if s.key == "batch_window")
+    assert "5 ms buys nothing that this load can show" in section.notes[0]
 
 
 def whole(stay: float, slots: int, kind: dict[str, Any]) -> Arm:
@@ -139,7 +181,7 @@ def whole(stay: float, slots: int, kind: dict[str, Any]) -> Arm:
 def test_of_answers_that_come_whole_answers_a_second_and_their_time_are_traded():
     closed = {"kind": "closed", "concurrency": 8}
     found = trade(whole(40, 8, closed), whole(50, 10, closed), 10, parse("e2e_p95<60ms"))
-    assert (found.waited, found.at_least) == ("e2e_p95", False)
+    assert (found.waited, found.bound) == ("e2e_p95", "")
     text = found.text
     assert "10 ms loses 0" in text or "10 ms buys 0" in text  # 200 a second both times
     # 95% of 0.9 to 0.99 of 40 and 50 ms: 39.4 and 49.3 ms.
@@ -148,7 +190,10 @@ def test_of_answers_that_come_whole_answers_a_second_and_their_time_are_traded()
     assert "no limit on e2e_p95" in trade(whole(40, 8, closed), whole(50, 10, closed), 10, SLO).text
     assert whole(40, 8, {"kind": "open", "rate": 200.0}).offered
     assert not whole(40, 8, closed).offered
-    assert "is not to be compared" in trade(BEFORE, whole(40, 8, closed), 10, SLO).text
+    assert (
+        "10 ms is not to be compared (one of the two answered whole, the other in tokens) and costs what cannot be "
+        "said; " in trade(BEFORE, whole(40, 8, closed), 10, SLO).text
+    )
 
 
 def test_a_delay_that_a_server_really_makes_is_what_the_plan_says_it_costs(tmp_path: Path):
