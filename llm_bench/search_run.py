@@ -64,7 +64,8 @@ def find(job: Job, options: Options, asked: Search, say: Say, live: Say) -> tupl
     """Search each target, one after the other, each with the whole budget. `job.loads` is not used.
 
     Returns what was found, and how it ended; an interrupt, and a target that is gone, end it with the bracket so far.
-    Raises BenchError where what is asked for cannot be right, or where the budget is too small for a first cell.
+    Raises BenchError where what is asked for cannot be right, or where the budget is too small for a first cell, and
+    KeyboardInterrupt for SIGINT or SIGTERM before it has begun.
     """
     options = replace(options, slo=asked.agreed.text, loop_trace=True, requests=None, duration_s=None)
     if options.gpu:
@@ -75,6 +76,7 @@ def find(job: Job, options: Options, asked: Search, say: Say, live: Say) -> tupl
     with ExitStack() as stack:
         facts = run.asked(job, options, rows, [])
         book = stack.enter_context(closing(Book(options.out, facts, private, resume=job.resume)))
+        shards.hear_signals()
         ready = [run.begin(t, options, rows, exact.get(t.name), say, stack) for t in job.targets]
         ready = run.sized_alike(ready, say)
         book.begin({arm.target.name: run.deciding(arm.found) for arm in ready})

@@ -267,11 +267,21 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
 def defer_signals() -> None:
     """For a process whose loop has ended: what it has yet to write is short, and no signal may tear it.
 
-    They are noted, and not blocked: the kernel gives one to any thread that does not block it, such as BLAS's.
+    They are noted, and not blocked: the kernel gives one to any thread that does not block it, such as BLAS's. Blocked
+    is only the moment in which uvloop has set SIGTERM back to what ends a process.
     """
-    for number in STOPPING:
-        asyncio.get_running_loop().remove_signal_handler(number)  # a closed uvloop takes signals and tells nobody
-        signal.signal(number, lambda number, _frame: _deferred.append(number))
+    loop = asyncio.get_running_loop()
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        for number in STOPPING:
+            loop.remove_signal_handler(number)  # a closed uvloop takes signals and tells nobody
+            signal.signal(number, _note)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+
+def _note(number: int, _frame: object) -> None:
+    _deferred.append(number)
 
 
 def hear_signals() -> None:

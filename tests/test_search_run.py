@@ -1,7 +1,10 @@
 """A search on a real socket: cells in a folder, the bracket from them, taken up again, ended by what targets do."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from llm_bench import results, search_report, search_run, targets
+from llm_bench import results, search_report, search_run, shards, targets
 from llm_bench.cell import Options
 from llm_bench.cli import app
 from llm_bench.errors import BenchError
@@ -18,7 +21,7 @@ from llm_bench.request import Request
 from llm_bench.run import Ended, Job
 from llm_bench.search import Answer
 from llm_bench.search_run import Search
-from tests.bench import Measured, good, llm_server, prompt_of, rows, trace_file
+from tests.bench import Measured, command, environment, good, llm_server, prompt_of, rows, trace_file
 from tests.scripted import Scripted, Seen, http_response
 
 
@@ -244,3 +247,51 @@ def test_the_run_json_of_a_search_holds_its_cells_in_order(tmp_path):
     names = [cell["name"] for cell in facts["cells"]]
     assert [int(re.match(r"\d+", name)[0]) for name in names] == list(range(len(names)))  # type: ignore[index]
     assert [cell["end"]["place"] for cell in facts["cells"]] == list(range(len(names)))
+
+
+def test_a_signal_while_a_cell_is_written_ends_the_search_and_the_cell_stands(tmp_path):
+    """It is deferred from the end of the drive on; what is said then is of a turn that was not sent."""
+    turns = [{"input_length": 10 + 20 * (i % 2), "output_length": 4, "session_id": f"s{i // 2}"} for i in range(100)]
+    wanted, book = asked("error_rate<50%", most=1.0), tmp_path / "run" / "run.json"
+    handlers = {number: signal.getsignal(number) for number in shards.STOPPING}
+
+    def stopping(line: str) -> None:
+        if "later turns were not sent" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Scripted(llm_server(lambda n, seen: good(seen) if n else [(0, http_response(500, b"broken"))])) as server:
+        declared = targets.parse(f"t={server.url}", tmp_path / "none.toml", {})
+        job, options = Job(declared, (), trace_file(tmp_path, turns)), Options(out=tmp_path / "run")
+        try:
+            found, ended = search_run.find(job, options, wanted, stopping, quiet)
+            (cell,) = json.loads(book.read_text())["cells"]
+            whole, _ = search_run.find(replace(job, resume=True), options, wanted, quiet, quiet)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    assert (ended.interrupted, found[0].answer.end) == (True, "interrupted")
+    assert cell["end"]["reason"] == "exhausted"
+    assert whole[0].answer.points[0].cells[0] == cell["name"]
+    facts = json.loads(book.read_text())
+    assert facts["cells"][0] == cell
+    assert "set_aside" not in facts
+
+
+def test_a_signal_before_the_first_cell_ends_a_search_in_words(tmp_path):
+    served = llm_server(lambda n, seen: good(seen))
+
+    def answer(number: int, seen: Seen) -> object:
+        if not number:
+            searching.send_signal(signal.SIGTERM)
+        return served(number, seen)
+
+    with Scripted(answer) as server:  # type: ignore[arg-type]
+        searching = subprocess.Popen(
+            command("search", "--targets", f"t={server.url}", "--trace", trace_file(tmp_path, rows(50)), "--slo",
+                    "error_rate<5%", "--by", "concurrency", "--max", "2", "--out", tmp_path / "run"),
+            stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(),
+        )  # fmt: skip
+        _, err = searching.communicate(timeout=60)
+    assert searching.returncode == 130, err
+    assert "interrupted; what was measured before is on disk" in err
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["cells"] == []
