@@ -18,12 +18,8 @@ MIN_STALL_MS = 10.0  # shorter ones come with any operating system
 MIN_STALL_SHARE = 0.005  # of the window: half of what a p99 is made of
 
 LATE, STALLED, BUSY, LIMITED = "client lateness", "client stalled", "client busy", "client limited"
-CLIENT_LIMITED = (
-    LATE,
-    STALLED,
-    BUSY,
-    LIMITED,
-)  # under any of these the figures are the client's as much as the target's
+# Under any of these the figures are the client's as much as the target's.
+CLIENT_LIMITED = (LATE, STALLED, BUSY, LIMITED)
 
 
 def _lateness(f: Facts) -> Finding | None:

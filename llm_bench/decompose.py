@@ -73,8 +73,8 @@ def decompose(cell: Cell, window: Window, scraped: Figures | None = None) -> Dec
         return None
     mean = {name: float(np.mean(SERIES[name].of(cell, NOTHING).values[ok])) for name in ("e2e", "lag", "ttft_sent")}
     parts = [Part("client lag", mean["lag"], STAMPS), _network(cell)]
-    queue, prefill, decode = (account(cell, ok, scraped, name) for name in ("queue", "prefill", "decode"))
-    parts += _before_decode(cell, ok, scraped, queue, prefill)
+    parts += _before_decode(cell, ok, scraped)
+    decode = account(cell, ok, scraped, "decode")
     if decode.ms is not None:
         parts.append(Part("decode", decode.ms, decode.source))
     elif not np.isnan(mean["ttft_sent"]):
@@ -122,6 +122,16 @@ def account(cell: Cell, ok: np.ndarray, scraped: Figures | None, name: str) -> A
     return Account(figure.value, f"{SCRAPED} {figure.name}")
 
 
+def prefill_account(cell: Cell, ok: np.ndarray, scraped: Figures | None) -> Account:
+    """The server's mean prefill over the requests `ok` (n,), by its word; where it gives, as vLLM does in its answers,
+    queue and time to the first token alone, what is between the two.
+    """
+    said, queue, both = (account(cell, ok, scraped, name) for name in ("prefill", "queue", "ttft"))
+    if said.ms is not None or queue.ms is None or both.ms is None or both.ms < queue.ms:
+        return said
+    return Account(both.ms - queue.ms, f"{both.source}: to the first token, less the queue")
+
+
 def _network(cell: Cell) -> Part:
     rtt_ms = (cell.header.get("probe") or {}).get("rtt_ms")
     if rtt_ms is None:
@@ -129,12 +139,10 @@ def _network(cell: Cell) -> Part:
     return Part("network", float(rtt_ms), "a round trip, by the probe before the load")
 
 
-def _before_decode(cell: Cell, ok: np.ndarray, scraped: Figures | None, queue: Account, prefill: Account) -> list[Part]:
+def _before_decode(cell: Cell, ok: np.ndarray, scraped: Figures | None) -> list[Part]:
     """Queue and prefill; where the server tells only both together, or one of them, so is it said."""
-    both = account(cell, ok, scraped, "ttft")
-    if queue.ms is not None and prefill.ms is None and both.ms is not None and both.ms >= queue.ms:
-        # vLLM's account in its answers has the time to the first token and the queue.
-        prefill = Account(both.ms - queue.ms, f"{both.source}: to the first token, less the queue")
+    queue, both = (account(cell, ok, scraped, name) for name in ("queue", "ttft"))
+    prefill = prefill_account(cell, ok, scraped)
     if queue.ms is None and prefill.ms is None and both.ms is not None:
         return [Part("queue and prefill", both.ms, both.source)]
     silent = "the server says nothing of it: no answers that do, and no histogram that was scraped"

@@ -11,11 +11,11 @@ import numpy as np
 
 from llm_bench import windows
 from llm_bench.decompose import IN_ANSWERS, STAMPS, account
-from llm_bench.diagnose_client import client_limited, network_limited, untouched
+from llm_bench.diagnose_client import Calm, client_limited, network_limited, untouched
 from llm_bench.diagnose_failures import failed_requests
 from llm_bench.diagnose_memory import kv_full, memory_bandwidth, out_of_memory, preemptions
 from llm_bench.diagnose_queue import arrival_bursts, long_prefills, overload, small_batches
-from llm_bench.diagnose_replicas import hot_replica, needs_replicas
+from llm_bench.diagnose_replicas import hot_by_metrics, hot_replica, needs_replicas
 from llm_bench.diagnose_server import cache, front_end, server_cpu
 from llm_bench.diagnose_stream import packed, timer
 from llm_bench.evidence import LEAST_BINS, Case, Finding, cached_share
@@ -45,9 +45,11 @@ def diagnose(case: Case) -> Diagnosis:
     unjudged = {kind: why for kind, rule in RULES.items() if (why := rule.needs(case))}
     judged = [kind for kind in RULES if kind not in unjudged]
     findings = {kind: found for kind in judged if (found := RULES[kind].find(case))}
-    if CLIENT in findings:
-        for kind in [kind for kind in findings if kind in CLIENT_ALONE]:
-            seen, again = findings.pop(kind).seen, CLIENT_ALONE[kind](case)
+    alone = [kind for kind in findings if kind in CLIENT_ALONE] if CLIENT in findings else []
+    if alone:
+        calm = untouched(case)
+        for kind in alone:
+            seen, again = findings.pop(kind).seen, CLIENT_ALONE[kind](case, calm)
             if again is None:
                 judged.remove(kind)
                 unjudged[kind] = f"this client was the limit, and what it held up can look so by itself: {seen}"
@@ -195,21 +197,13 @@ CAUSES = (
 )
 
 
-def _untouched(find: Callable[[Case], Finding | None]) -> Callable[[Case], Finding | None]:
-    def again(case: Case) -> Finding | None:
-        calm = untouched(case)
-        return find(calm) if calm else None
-
-    return again
-
-
 # Kinds that a client which stands still or is late can look like by itself, since they rest on its own stamps: each is
-# looked for once more in what it did not touch. The others rest on what the server says.
-CLIENT_ALONE: Mapping[str, Callable[[Case], Finding | None]] = {
-    "overload": lambda case: overload(case) if windows.grows_in_time(case.cell, case.window) else None,
-    "long prefills": _untouched(long_prefills),
-    "arrival bursts": _untouched(arrival_bursts),
-    "timer-batched stream": _untouched(timer),
-    "events of several tokens": _untouched(packed),
-    "hot replica": _untouched(hot_replica),
+# looked for once more in what it did not touch. What rests on the server's word stays, and heaps are the plan's.
+CLIENT_ALONE: Mapping[str, Callable[[Case, Calm | None], Finding | None]] = {
+    "overload": lambda case, _: overload(case) if windows.grows_in_time(case.cell, case.window) else None,
+    "long prefills": lambda _, calm: long_prefills(calm.case) if calm else None,
+    "arrival bursts": lambda case, calm: arrival_bursts(case, calm.rows) if calm else None,
+    "timer-batched stream": lambda _, calm: timer(calm.case) if calm else None,
+    "events of several tokens": lambda _, calm: packed(calm.case) if calm else None,
+    "hot replica": lambda case, calm: hot_by_metrics(case) or (hot_replica(calm.case) if calm else None),
 }

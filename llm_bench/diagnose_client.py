@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,16 +58,40 @@ def _sizes(case: Case, doubts: Iterable[str]) -> dict[str, float]:
     return {kind: size for kind in doubts if (size := _SIZES[kind](case)) >= HELD_BACK}
 
 
-def untouched(case: Case) -> Case | None:
-    """The requests alone that no lateness of this client touched; None where it was late all the time.
+class Calm(NamedTuple):
+    """The requests that no lateness of this client touched: a mask (n,) of the cell's, and a case of them alone."""
+
+    rows: np.ndarray
+    case: Case
+
+
+def untouched(case: Case) -> Calm | None:
+    """What no lateness touched, of the case and of its siblings; None where it touched all that there is."""
+    rows = calm_rows(case)
+    if rows is None:
+        return None
+    siblings = [_alone(other, calm) for other in case.siblings if (calm := calm_rows(other)) is not None]
+    return Calm(rows, replace(_alone(case, rows), siblings=siblings))
+
+
+def _alone(case: Case, rows: np.ndarray) -> Case:
+    """Those requests alone; how many were in flight beside them is of all."""
+    gauge = np.stack(windows.in_flight(case.cell), axis=1)
+    return replace(case, cell=replace(case.cell.only(rows), gauge=gauge), siblings=())
+
+
+def calm_rows(case: Case) -> np.ndarray | None:
+    """Mask (n,) of the requests that no lateness of this client touched; None where there are none.
 
     It touches who was due, on the way or answered while its loop stood still, or while a request that it sent late was
-    at the server: a heap that is let go makes a queue, in which others wait too.
+    at the server: a heap that is let go makes a queue, in which others wait too. Late is what holds a cell back: of
+    short answers that is less than of long ones.
     """
     if set(_sizes(case, _doubts(case))) & {BUSY, LIMITED}:
         return None
     due, end = case.cell["due_ns"], case.cell["end_ns"]
-    late = SERIES["lag_client"].of(case.cell, NOTHING).values > MAX_LAG_MS
+    held_ms = min(MAX_LAG_MS, HELD_BACK * case.parts.e2e_ms) if case.parts else MAX_LAG_MS
+    late = SERIES["lag_client"].of(case.cell, NOTHING).values > held_ms
     begun, ended = (np.concatenate(pair) for pair in zip(_stalls(case), (due[late], end[late]), strict=True))
     at_ns, level = windows.steps(begun, ended)
     at_ns, busy = np.append(at_ns, np.iinfo(np.int64).max), np.append(level > 0, False)
@@ -74,8 +99,8 @@ def untouched(case: Case) -> Case | None:
     before = np.concatenate([[False], busy])[np.searchsorted(at_ns, due, "right")]
     starts = at_ns[busy]
     began = np.searchsorted(starts, end, "right") > np.searchsorted(starts, due, "right")
-    calm = ~before & ~began & windows.attempted(case.cell)
-    return replace(case, cell=case.cell.only(calm), siblings=()) if calm.any() else None
+    calm = np.asarray(~before & ~began & windows.attempted(case.cell))
+    return calm if calm.any() else None
 
 
 def _lag_size(case: Case) -> float:

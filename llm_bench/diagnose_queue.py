@@ -4,7 +4,7 @@ import numpy as np
 
 from llm_bench import windows
 from llm_bench.columns import Cell
-from llm_bench.decompose import account
+from llm_bench.decompose import account, prefill_account
 from llm_bench.diagnose_memory import kv_binds
 from llm_bench.evidence import LEAST_BINS, Case, Finding
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
@@ -16,9 +16,8 @@ STOPS = 5.0  # times the typical gap, as long as a prompt's prefill stops the ot
 STOP_MS = 20.0
 LATE_TIMES, LEAST_LATE = 3.0, 5  # TTFT of short prompts sent during such a prefill against the others, and how many
 LEAST_LONG, MOST_LONG = 3, 0.3  # long prompts, and their share of all
-EXPLAINS = (
-    0.5  # of what others wait longer, that computing a long prompt has to take: else they wait for something else
-)
+# Of what others wait longer, that computing a long prompt has to take: else they wait for something else.
+EXPLAINS = 0.5
 LEAST_LOADED = 0.25  # of the long and of the short, sent with the fewest in flight, tell what a long one takes
 SPANS_MOST = 500  # of their prefills are looked at, evenly over the cell
 DISPERSION = 3.0  # variance of arrivals in equal bins against their mean: 1 for Poisson, chance stays under 2
@@ -65,8 +64,11 @@ def small_batches(case: Case) -> Finding | None:
     )
 
 
-def arrival_bursts(case: Case) -> Finding | None:
-    """Arrivals that come in heaps, and first tokens that are late in the heaps."""
+def arrival_bursts(case: Case, calm: np.ndarray | None = None) -> Finding | None:
+    """Arrivals that come in heaps, and first tokens that are late in the heaps.
+
+    `calm`: mask (n,) of the requests whose first tokens are looked at, None: all. The heaps are of the whole plan.
+    """
     mine = due_in(case.cell, case.window)
     bins = int(mine.sum()) // BIN_ARRIVALS
     if bins < LEAST_BINS:
@@ -76,15 +78,15 @@ def arrival_bursts(case: Case) -> Finding | None:
     counts = np.bincount(place[mine], minlength=bins)
     dispersion = float(counts.var(ddof=1) / counts.mean())
     ttft = SERIES["ttft"].of(case.cell, NOTHING).values
-    known = case.ok & ~np.isnan(ttft)
+    known = case.ok & ~np.isnan(ttft) & (True if calm is None else calm)
     if dispersion < DISPERSION or not known.any():
         return None
     # The first tenth of the requests in the fullest bins: they make the queue in which the rest of the heap waits.
     full = counts[np.where(known, place, 0)] >= max(2 * counts.mean(), np.quantile(counts, 0.9))
-    peak, calm = ttft[known & full], ttft[known & ~full]
-    if len(peak) < LEAST_BINS or len(calm) < LEAST_BINS:
+    peak, rest = ttft[known & full], ttft[known & ~full]
+    if len(peak) < LEAST_BINS or len(rest) < LEAST_BINS:
         return None
-    high, low = float(np.median(peak)), float(np.median(calm))
+    high, low = float(np.median(peak)), float(np.median(rest))
     if high < PEAK_TIMES * low or high - low < PEAK_MS:
         return None
     return Finding(
@@ -131,11 +133,7 @@ def _prefill(case: Case, known: np.ndarray, long: np.ndarray, short: np.ndarray)
     server says nothing, it is by how much later the first token of a long one comes than that of a short one, of those
     that met the fewest others: they wait alike.
     """
-    said = account(case.cell, long, None, "prefill")
-    if said.ms is None:
-        both, queue = (account(case.cell, long, None, name) for name in ("ttft", "queue"))
-        if both.ms is not None and queue.ms is not None:
-            said = both._replace(ms=max(both.ms - queue.ms, 0.0))
+    said = prefill_account(case.cell, long, None)
     if said.ms is not None:
         return said.ms, "about", f"prefill: {said.source}"
     scraped = account(case.cell, long, case.server, "prefill")

@@ -85,10 +85,10 @@ def needs_replicas(case: Case) -> str:
 
 def hot_replica(case: Case) -> Finding | None:
     """By what the replicas say, else by what this client saw of each."""
-    return _hot_by_metrics(case) or _failing(case) or _slow(case)
+    return hot_by_metrics(case) or _failing(case) or _slow(case)
 
 
-def _hot_by_metrics(case: Case) -> Finding | None:
+def hot_by_metrics(case: Case) -> Finding | None:
     """One of several replicas has far more of the work than its share."""
     wanted = ("generated_tokens", "requests_ended", "running")
     metric = next((m for m in wanted if all(m in f.of for f in case.replicas.values())), None)

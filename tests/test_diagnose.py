@@ -143,7 +143,7 @@ def one_blocks_all(stop: float, **fields: Any) -> Case:
 
 
 def busy_queue(server: dict[str, Any] | None = None, said: bool = False) -> Case:
-    """208/s at a server with one seat that computes 1.1 ms a prompt, 3 ms a long one, and 3.5 ms of tokens after it.
+    """208/s at a server with one seat: 0.9 ms a short prompt, 3 ms a long one (1.1 on average), 3.5 ms of tokens after.
 
     Nine short ones to a long one; who comes while others are there waits for them, whatever their length.
     """
@@ -322,6 +322,13 @@ def test_one_of_anything_is_said_as_one(tmp_path: Path) -> None:
     assert "1 of 1 request of the whole cell (none was due in a window) failed" in (
         diagnose(case(one, window=windows.Window(ns(5000), ns(6000), 0, 0, ""))).findings["failed requests"].seen
     )
+    lost = [
+        record(0, 0, outcome="failed", error="\x1b[31mCUDA out of memory"),
+        *(stream(i, 9 * i) for i in range(1, 99)),
+    ]
+    assert diagnose(case(cell(lost, load=OPEN))).findings["out of memory"].seen == (
+        "1 of 1 failed request says so, first: \\x1b[31mCUDA out of memory"
+    )
     alone = cell([stream(0, 0)], load=OPEN)
     measured = [results.Measured("000-a", "a", "10/s", alone, windows.of(alone), {"reason": "exhausted"}, ())]
     made = results.Run(tmp_path, {}, measured, [])
@@ -346,6 +353,9 @@ def test_a_queue_of_single_passes_has_one_cause_to_look_for() -> None:
 def test_what_vllm_says_of_its_prefill_is_its_time_to_the_first_token_less_its_queue() -> None:
     found = diagnose(one_blocks_all(600.0, server_ttft_ms=640.0, server_queue_ms=0.5)).findings
     assert "computing one takes about 640 ms" in found["long prefills"].seen
+    assert found["long prefills"].sources == (
+        "records; prefill: the server, in its answers: to the first token, less the queue"
+    )
     assert "long prefills" not in kinds(one_blocks_all(600.0, server_ttft_ms=60.0, server_queue_ms=0.5))
 
 
@@ -391,6 +401,34 @@ def test_what_rests_on_this_clients_stamps_is_looked_for_where_it_did_not_touch_
     assert "what it held up can look so by itself" in always.unjudged[kind]
 
 
+def test_heaps_are_those_of_the_whole_plan_where_first_tokens_are_looked_at_in_a_part_of_it() -> None:
+    whole = diagnose(bursts()).findings["arrival bursts"].seen
+    part = diagnose(stopped(bursts(), (9000, 3000))).findings["arrival bursts"].seen
+    assert part.partition(";")[0] == whole.partition(";")[0]  # bins and variance
+
+
+def test_what_other_loads_tell_of_a_timer_is_asked_again_too() -> None:
+    low, high = related([case(flushed((4,), 50), load="c=1"), case(flushed((2,), 50), load="c=8")])
+    assert kinds(stopped(low, (9000, 3000))) == ["client limited", "timer-batched stream"]
+    # A load at which the client was late all the time tells nothing.
+    late = dataclasses.replace(high, end={"client_cpu_share": 0.95})
+    alone = dataclasses.replace(stopped(low, (9000, 3000)), siblings=(late,))
+    assert "timer-batched stream" in diagnose(alone).unjudged
+
+
+def test_a_hot_replica_by_its_own_metrics_stays_whatever_the_client_did() -> None:
+    found = diagnose(dataclasses.replace(hot(), end={"client_cpu_share": 0.95})).findings
+    assert list(found) == ["client limited", "hot replica"]
+    assert found["hot replica"].sure == "sure"
+
+
+def test_a_client_that_is_a_little_late_for_everybody_leaves_nobody_untouched() -> None:
+    assert untouched(of_lag(5.0, gap=2.0)) is None  # of 18 ms
+    touched = untouched(of_lag(2.0))  # of 87 ms
+    assert touched is not None
+    assert touched.rows.all()
+
+
 def test_who_is_touched_by_a_stall_or_by_a_heap_by_hand() -> None:
     def at(due: float, sent: float, end: float) -> Any:
         return record(0, due, sent, [end], ready_ns=ns(due))
@@ -400,7 +438,9 @@ def test_who_is_touched_by_a_stall_or_by_a_heap_by_hand() -> None:
     of = stopped(case(cell(rows_, load=OPEN)), (1000, 1000))
     calm = untouched(of)
     assert calm is not None
-    assert ((calm.cell["due_ns"] - ns(0)) / 1e6).tolist() == [0, 2301]  # 2300: the heap's last answer
+    assert ((calm.case.cell["due_ns"] - ns(0)) / 1e6).tolist() == [0, 2301]  # 2300: the heap's last answer
+    for mine, whole in zip(windows.in_flight(calm.case.cell), windows.in_flight(of.cell), strict=True):
+        assert mine.tolist() == whole.tolist()  # who was beside them is known all the same
     assert untouched(dataclasses.replace(of, end={"client_cpu_share": 0.95})) is None
     assert untouched(stopped(of, (0, 2399))) is None
 
