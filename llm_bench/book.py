@@ -49,7 +49,6 @@ BOOK: dict[str, Shape] = shapes.RUN | {
     "trace": shapes.ITEM,
     "hashes": shapes.ITEM,
     "probed": shapes.OBJECT,
-    "learnt": shapes.OBJECT,
     "cells": shapes.LIST._replace(required=True),
     "cells[].name": _CELL_NAME,
     "set_aside": shapes.LIST,

@@ -64,12 +64,13 @@ def environment(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def targets(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Of each target what was declared, and what the probe found; "" and null are nothing."""
+    """Of each target what was declared, and what was found before and after the load; "" and null are nothing."""
     declared = {str(d.get("name")): d for d in facts.get("declared") or [] if isinstance(d, Mapping)}
     for m in run.cells:
         declared.setdefault(m.target, m.cell.header.get("target") or {})
     probes = {m.target: m.cell.header.get("probe") or {} for m in reversed(run.cells)}
+    learnt = facts.get("learnt") or {}
     for name, target in declared.items():
-        for key, said in _flat({**target, "probe": probes.get(name) or {}}):
+        for key, said in _flat({**target, "probe": probes.get(name) or {}, "after the load": learnt.get(name) or {}}):
             if said != "–" and key != "name":
                 yield f"{name}: {key}", said

@@ -75,6 +75,7 @@ RUN: dict[str, Shape] = {
     "targets": LIST,
     "loads": LIST,
     "host": OBJECT,
+    "learnt": OBJECT,
     "trace": OBJECT,
     "trace.sha256": TEXT,
     "trace.bytes": AMOUNT,

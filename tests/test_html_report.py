@@ -119,7 +119,11 @@ def hostile(folder: Path) -> Path:
     facts: dict[str, Any] = dict.fromkeys(("version", "run_id", EVIL), EVIL)
     facts |= {key: {EVIL: EVIL} for key in ("host", "settings", "hashes")}
     facts |= {key: [EVIL] for key in ("command", "loads", "targets")} | {"anchor": [EVIL, 1], "cells": cells}
-    facts |= {"declared": [{"name": EVIL, "url": EVIL}], "hashes": {"trace": EVIL, "tokenizers": {EVIL: EVIL}}}
+    facts |= {
+        "learnt": {EVIL: {EVIL: EVIL}},
+        "declared": [{"name": EVIL, "url": EVIL}],
+        "hashes": {"trace": EVIL, "tokenizers": {EVIL: EVIL}},
+    }
     facts |= {"trace": {"path": EVIL, "sha256": EVIL, "notes": [EVIL], EVIL: {EVIL: [EVIL]}}}
     (folder / "run.json").write_text(json.dumps(facts))
     return folder

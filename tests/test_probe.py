@@ -127,6 +127,10 @@ def test_what_no_cell_needs_is_asked_when_the_load_is_over_and_kept_with_the_run
     assert (learnt["prefix_cache"], learnt["continuous_usage"]) == (probe_prompts.UNDECIDED, "no")
     assert learnt["prefix_cache_seen"].startswith("it counts no cached tokens")
     assert "t: prefix cache undecided, usage in every event no" in done.stderr
+    page = tmp_path / "page.html"
+    report = command("report", tmp_path / "run", "--format", "html", "-o", page)
+    assert subprocess.run(report, env=environment(), capture_output=True, timeout=60, check=False).returncode == 0
+    assert "t: after the load.prefix_cache" in page.read_text().replace("<wbr>", "")
     repeated = [place for place, text in enumerate(texts) if texts.count(text) == 2 and len(text.split()) == 256]
     assert repeated and min(repeated) > 2 + 2 + 3  # behind two questions, two prompts that were sized, and the load
 
