@@ -11,7 +11,7 @@ from typing import NamedTuple
 from llm_bench import exchange as ends
 from llm_bench.exchange import Exchange
 from llm_bench.framing import FRAMINGS
-from llm_bench.http1 import Events
+from llm_bench.http1 import Events, is_web_page
 from llm_bench.plain import plain_reader
 from llm_bench.protocol import NOTHING, Chunk, Comes, Delta, Dialect, Usage
 
@@ -262,7 +262,7 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     is_stream = framing.is_stream(streamed, exchange.status, exchange.headers, exchange.pieces)
     if is_stream is None:  # a body of nothing but blanks is judged by what was asked
         is_stream = streamed
-    before = ""  # of a protocol whose events repeat it
+    before: dict[int, str] = {}  # by choice, of a protocol whose events repeat it
     if is_stream:
         found = framing.events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)
     else:
@@ -283,7 +283,7 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
             garbage = garbage or f"cannot be read: {e}: {_shown(data, 80)}"
             chunk = NOTHING
         if comes.cumulative and chunk.deltas:
-            chunk, before = _added(chunk, before)
+            chunk = _added(chunk, before)
         if found.names.get(place) == "error" and not chunk.error:  # said by the event's name alone
             chunk = chunk._replace(error=_shown(data, SHOWN_BYTES) or "an error event without data")
         tally.add(found.ns[place], chunk)
@@ -293,13 +293,20 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     return _Body(tally, is_stream, found.comments, found.leftover, garbage)
 
 
-def _added(chunk: Chunk, before: str) -> tuple[Chunk, str]:
-    """The event with what it adds to the text before it, and all text so far. One that repeats nothing adds its all."""
-    delta = chunk.deltas[0]
-    repeats = delta.text.startswith(before)
-    new = delta.text[len(before) :] if repeats else delta.text
-    delta = delta._replace(text=new, bears_token=bool(new))
-    return chunk._replace(deltas=(delta,)), before + new if new else before
+def _added(chunk: Chunk, before: dict[int, str]) -> Chunk:
+    """The event with what it adds to the text of its choice in `before`, which is brought up to it.
+
+    One that repeats nothing adds its all.
+    """
+    return chunk._replace(deltas=tuple([_new_of(delta, before) for delta in chunk.deltas]))
+
+
+def _new_of(delta: Delta, before: dict[int, str]) -> Delta:
+    said = before.get(delta.choice, "")
+    new = delta.text[len(said) :] if delta.text.startswith(said) else delta.text
+    if new:
+        before[delta.choice] = said + new
+    return delta._replace(text=new, bears_token=bool(new))
 
 
 def _outcome(
@@ -325,6 +332,8 @@ def _outcome(
         return "failed", kind, (tally.error or _body_text(exchange)) + given_up
     if tally.error:
         return "failed", "server_error_in_stream", tally.error
+    if _is_page(exchange):
+        return "failed", "protocol_error", f"a web page (HTML) and no answer: {_shown(b''.join(exchange.pieces), 80)}"
     whole = ended != ends.TRUNCATED
     finished = len(tally.choices) >= choices and tally.choices <= tally.finish.keys()
     if comes.proves:
@@ -354,10 +363,18 @@ def _outcome(
     return "ok", "", ""
 
 
+def _is_page(exchange: Exchange) -> bool:
+    """A gateway's page of 200. By its type too: a stream of bare text may be a model's own HTML."""
+    typed = any(name == b"content-type" and value.lower().startswith(b"text/html") for name, value in exchange.headers)
+    return typed and is_web_page(b"".join(exchange.pieces))
+
+
 def _truncated(exchange: Exchange, body: _Body, tokens_out: int) -> str:
     if not exchange.status:
         return exchange.error or "closed before a byte of the answer"
-    text = f"ended without finish_reason after {tokens_out} tokens" if body.is_stream else "half a body"
+    text = f"ended without finish_reason after {tokens_out} tokens"
+    if not body.is_stream:
+        text = "half a body" if body.garbage or exchange.ended == ends.TRUNCATED else _unfinished(exchange)
     if len(body.tally.finish) > 0:
         text = f"ended after {len(body.tally.finish)} choices with a finish_reason, fewer than asked"
     if not exchange.pieces:
@@ -367,6 +384,10 @@ def _truncated(exchange: Exchange, body: _Body, tokens_out: int) -> str:
     if body.leftover:
         text += f"; left over: {_shown(body.leftover, 80)}"
     return text
+
+
+def _unfinished(exchange: Exchange) -> str:
+    return f"a whole body without finish_reason: {_shown(b''.join(exchange.pieces), 80)}"
 
 
 def _body_text(exchange: Exchange) -> str:

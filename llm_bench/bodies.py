@@ -193,7 +193,7 @@ def _asked_in(words: Words, body: Mapping[str, Any]) -> Asked:
     }
     pinned = bool(words.pins) and out is not None and all(held[pin] for pin in words.pins)
     pinned = pinned and not section.get(words.names.get("stop", "stop"))
-    return Asked(out, pinned, 1)
+    return Asked(out, pinned, whole(section.get(words.names.get("n", ""))) or 1)
 
 
 def json_object(text: str) -> JsonObject:

@@ -134,6 +134,7 @@ def list_targets(context: typer.Context, targets_file: TargetsFile = Path("targe
 
     if context.invoked_subcommand is None:
         terminal.show("".join(f"{line}\n" for line in known.listing(targets_file)))
+    context.default_map = {"check": {"targets_file": targets_file}}  # said before the command it means the same
 
 
 @targets_app.command("check")

@@ -51,6 +51,7 @@ _FIELDS = {
     "response.function_call_arguments.delta": "tool",
     "response.custom_tool_call_input.delta": "tool",
     "response.mcp_call_arguments.delta": "tool",
+    "response.code_interpreter_call_code.delta": "tool",
 }
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
 

@@ -234,6 +234,12 @@ def is_event_stream(asked: bool, headers: Iterable[tuple[bytes, bytes]], pieces:
     return asked or any(name == b"content-type" and b"event-stream" in value.lower() for name, value in headers)
 
 
+def is_web_page(body: bytes) -> bool:
+    """Is this HTML, which no protocol of ours answers with?"""
+    head = body.lstrip()[:200].lower()
+    return head.startswith((b"<!doctype", b"<html")) or (head.startswith(b"<") and b"<head" in head)
+
+
 class Events(NamedTuple):
     """The events of a finished body, in columns: pairs would have to be made, and taken apart again."""
 

@@ -12,6 +12,7 @@ from llm_bench.answer import Answer
 from llm_bench.bodies import Ask
 from llm_bench.dialects import DIALECTS
 from llm_bench.exchange import Exchange
+from llm_bench.http1 import is_web_page
 from llm_bench.printable import clean
 from llm_bench.protocol import json_of
 from llm_bench.targets import Target
@@ -136,7 +137,7 @@ def of_answer(
     text = f"target {target.name}: a small probe request failed ({said})"
     address = address or target.url + target.dialect.path_of(model, asked.stream)
     answers = f"{address} answers HTTP {exchange.status}"
-    if talk.is_web_page(body):
+    if is_web_page(body):
         text = f"target {target.name}: {answers} with a web page (HTML), not {target.api}"
         return f"{text}; {_right(target)}{guess(client, target)}"
     if model and models and model not in models:
@@ -151,7 +152,7 @@ def of_answer(
 
 
 def _found(status: int, body: bytes) -> str:
-    if talk.is_web_page(body):
+    if is_web_page(body):
         return f"HTTP {status}, a web page (HTML)"
     return "" if status // 100 == 2 else f"HTTP {status}"
 
@@ -172,14 +173,21 @@ def _right(target: Target) -> str:
 
 
 def guess(client: httpx.Client, target: Target) -> str:
-    """As which other protocol, or where else, the same server would answer; "" where none is found."""
+    """As which other protocol, or where else, the same server would answer; "" where none is found.
+
+    Protocols that share a page are named together: it does not tell them apart.
+    """
     deadline_s, calls = time.monotonic() + GUESSES_S, target.dialect.transport == "grpc"
     seen: dict[str, bytes] = {}  # address -> body of an answer 2xx, or b""
+    alike: list[str] = []
+    place = ("", "")  # URL and address at which those in `alike` would answer
     for name, row in DIALECTS.items():
         url = targets.root_of(target.url) + row.site.base
         address, says = _sign(name, url)
         # A gRPC client's pages are calls: they say nothing of HTTP, and pages of HTTP nothing of calls.
         if (name == target.api and url == target.url) or (row.transport == "grpc") != calls:
+            continue
+        if alike and (url, address) != place:
             continue
         if address not in seen:
             left_s = deadline_s - time.monotonic()
@@ -191,8 +199,10 @@ def guess(client: httpx.Client, target: Target) -> str:
                 status, body = 0, b""
             seen[address] = body if status // 100 == 2 else b""
         if seen[address] and says(seen[address]):
-            return f"; it answers as --api {name} would at {url}"
-    return ""
+            alike.append(name)
+            place = (url, address)
+    which = f"--api {alike[0]}" if len(alike) == 1 else f"one of --api {', '.join(alike)}"
+    return f"; it answers as {which} would at {place[0]}" if alike else ""
 
 
 def _sign(api: str, url: str) -> tuple[str, Callable[[bytes], object]]:

@@ -14,6 +14,7 @@ from llm_bench.bodies import Ask, Asked
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
+from llm_bench.http1 import is_web_page
 from llm_bench.printable import clean
 from llm_bench.probe_prompts import Prompts
 from llm_bench.prompts import Sizer
@@ -391,7 +392,7 @@ def _described(client: httpx.Client, target: Target, model: str, models: list[st
     except httpx.HTTPError as e:
         raise TargetError(f"target {target.name}: {address}: {type(e).__name__}: {e}") from None
     except ValueError as e:
-        if status // 100 == 2 and not talk.is_web_page(body):
+        if status // 100 == 2 and not is_web_page(body):
             raise TargetError(f"target {target.name}: {address}: {e}") from None
     exchange = Exchange(status=status, ended=COMPLETE, pieces=[body] if body else [])
     got = answer.read(exchange, row, streamed=False, asked_out=None, pinned=False)
@@ -444,7 +445,7 @@ def _ladder(
             continue  # the protocol has no such field to leave out
         tried = ask._replace(pin_lengths=pin_lengths, include_usage=include_usage)
         got, exchange = talk.ask(client, target, opening, tried, timeouts)
-        if got.outcome == "ok" and talk.is_web_page(b"".join(exchange.pieces)):
+        if got.outcome == "ok" and is_web_page(b"".join(exchange.pieces)):
             raise TargetError(mistaken.of_answer(client, target, ask, models, got, exchange))
         if got.outcome == "ok":
             if note:

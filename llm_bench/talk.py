@@ -17,7 +17,9 @@ from llm_bench.exchange import (
     COMPLETE,
     CONNECT_ERROR,
     CONNECT_TIMEOUT,
+    PROTOCOL_ERROR,
     TOTAL_TIMEOUT,
+    TRUNCATED,
     TTFT_TIMEOUT,
     Exchange,
     Timeouts,
@@ -28,7 +30,7 @@ from llm_bench.targets import Target
 
 PAGE_BYTES = 1 << 24  # of a page; what is longer is no list of models
 _BUSY = (429, 503)  # what a server says that takes fewer at once, and how an exchange ends with one that says nothing
-_CROWDED = (CONNECT_ERROR, CONNECT_TIMEOUT, TTFT_TIMEOUT, TOTAL_TIMEOUT)
+_CROWDED = (CONNECT_ERROR, CONNECT_TIMEOUT, TTFT_TIMEOUT, TOTAL_TIMEOUT, TRUNCATED)
 
 T = TypeVar("T")
 
@@ -67,12 +69,6 @@ def page(client: httpx.Client, method: str, url: str, limit_s: float) -> tuple[i
     return response.status_code, body
 
 
-def is_web_page(body: bytes) -> bool:
-    """Is this HTML, which no protocol of ours answers with?"""
-    head = body.lstrip()[:200].lower()
-    return head.startswith((b"<!doctype", b"<html")) or (head.startswith(b"<") and b"<head" in head)
-
-
 def ask(
     client: httpx.Client, target: Target, request: Request, ask: Ask, timeouts: Timeouts
 ) -> tuple[answer.Answer, Exchange]:
@@ -101,7 +97,7 @@ def ask(
     except httpx.TimeoutException:
         exchange.ended, exchange.error = TTFT_TIMEOUT, f"no answer within {client.timeout.read:g} s"
     except httpx.HTTPError as e:
-        exchange.ended, exchange.error = CONNECT_ERROR, f"{type(e).__name__}: {e}"
+        exchange.ended, exchange.error = _end_of(e, exchange), f"{type(e).__name__}: {e}"
     exchange.end_ns = clock.now_ns()
     want = dialect.takes.asked(request, ask)
     got = answer.read(
@@ -114,6 +110,13 @@ def ask(
         choices=want.choices,
     )
     return got, exchange
+
+
+def _end_of(e: httpx.HTTPError, exchange: Exchange) -> str:
+    """As `wire` would have it: what had begun to answer was reached, and a cut behind the last word loses nothing."""
+    if not exchange.status:
+        return CONNECT_ERROR
+    return TRUNCATED if isinstance(e, httpx.NetworkError) or "peer closed connection" in str(e) else PROTOCOL_ERROR
 
 
 def aside(what: Callable[[], T]) -> "Future[T]":
@@ -144,6 +147,8 @@ def ask_together(
     waiting = [aside(partial(one, request)) for request in requests]
     found = [future.result() for future in waiting]
     return [
-        one(request) if exchange.status in _BUSY or exchange.ended in _CROWDED else (got, exchange)
+        one(request)
+        if exchange.status in _BUSY or (exchange.ended in _CROWDED and got.outcome != "ok")
+        else (got, exchange)
         for request, (got, exchange) in zip(requests, found, strict=True)
     ]

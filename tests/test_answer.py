@@ -371,6 +371,32 @@ def test_half_a_body_is_truncated_however_the_connection_ended_and_a_bad_one_is_
     assert verdict(answered([(4, WHOLE[:60])], streamed=False)) == ("failed", "protocol_error")
 
 
+def test_a_whole_body_without_a_finish_reason_is_shown_and_not_called_half_a_body():
+    got = answered([(4, b'{"ok": true}')], streamed=False)
+    assert (verdict(got), got.error) == (
+        ("failed", "truncated_stream"),
+        'a whole body without finish_reason: {"ok": true}',
+    )
+    assert answered([(4, WHOLE[:60])], streamed=False, ended=ends.TRUNCATED).error.startswith("half a body")
+
+
+@pytest.mark.parametrize("name", ["torchserve", "ray-serve", "openai-chat", "triton-generate", "anthropic-messages"])
+@pytest.mark.parametrize("ended", [ends.COMPLETE, ends.CLOSED])
+def test_a_web_page_of_200_is_no_answer(name, ended):
+    page = b"<!DOCTYPE html>\n<html><body>We will be back soon</body></html>\n\n"
+    html = {"content_type": "Text/HTML; charset=utf-8"}
+    got = answered([(4, page)], DIALECTS[name], ended, head=html, finish_expected=False)
+    assert verdict(got) == ("failed", "protocol_error")
+    assert got.error.startswith("a web page (HTML) and no answer: <!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("name", ["torchserve", "ray-serve"])
+def test_html_that_a_model_wrote_is_an_answer(name):
+    page, html = [(4, b"<!DOCTYPE html>\n<html>")], {"content_type": "text/html"}
+    assert answered(page, DIALECTS[name], head={"content_type": "text/plain"}).outcome == "ok"
+    assert answered([(4, b"a token")], DIALECTS[name], head=html).outcome == "ok"
+
+
 # Failures
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -327,6 +328,33 @@ def test_sglangs_text_is_the_sum_of_what_each_event_adds_and_half_a_character_is
     pieces = [event("a", 1), event("a", 2), event("aé", 3), event("aé b", 5, {"type": "stop", "matched": 2})]
     got, _ = answered("sglang", script("sglang", [*pieces, b"data: [DONE]\n\n"], GAP_MS))
     assert (got.outcome, got.text, got.tokens_out, got.event_tokens) == ("ok", "aé b", 5, [1, 1, 1, 2])
+
+
+@pytest.mark.parametrize("kind", ["function_call_arguments", "mcp_call_arguments", "code_interpreter_call_code"])
+def test_what_the_responses_api_streams_for_a_tool_is_a_token(kind):
+    event = json.dumps({"type": f"response.{kind}.delta", "output_index": 0, "delta": "fib(30)"}).encode()
+    (delta,) = DIALECTS["openai-responses"].decode(event).deltas
+    assert (delta.tool, delta.text, delta.bears_token) == ("fib(30)", "", True)
+
+
+def _sglang(text, n, index):
+    meta = {"id": str(index), "finish_reason": {"type": "length", "length": 2} if n == 2 else None}
+    return {"text": text, "index": index, "meta_info": meta | {"prompt_tokens": 4, "completion_tokens": n}}
+
+
+def test_each_choice_of_sglangs_repeats_its_own_text_and_counts_its_own_tokens():
+    request = replace(REQUEST, tokens_out=2)
+    several, dialect = Ask("m", extra={"n": 2}), DIALECTS["sglang"]
+    assert json.loads(dialect.encode(request, several))["sampling_params"]["n"] == 2
+    assert dialect.takes.asked(request, several) == (2, True, 2)
+    said = [_sglang("a", 1, 0), _sglang("é", 1, 1), _sglang("éx", 2, 1), _sglang("ab", 2, 0)]
+    stream = [b"data: %b\n\n" % json.dumps(event).encode() for event in said]
+    got, _ = answered("sglang", script("sglang", [*stream, b"data: [DONE]\n\n"], GAP_MS))
+    assert (got.outcome, got.text, got.tokens_out, got.tokens_in, got.text_bytes) == ("ok", "ab", 4, 4, 5)
+    assert (got.event_choice, got.event_tokens) == ([0, 1, 1, 0], [1, 1, 1, 1])
+    whole = dialect.decode(json.dumps([said[3], said[2]]).encode())
+    assert [(d.choice, d.text, d.finish_reason) for d in whole.deltas] == [(0, "ab", "length"), (1, "éx", "length")]
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 4)
 
 
 def test_tritons_counts_of_each_event_are_its_usage():

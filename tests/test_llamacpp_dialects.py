@@ -74,4 +74,5 @@ def test_a_protocol_that_it_does_not_speak_ends_with_the_one_that_it_does(root: 
             check=False,
         )
         assert done.returncode == 4
-        assert f"it answers as --api openai-chat would at {root}/v1" in done.stderr
+        assert "it answers as one of --api openai-chat, " in done.stderr
+        assert f" would at {root}/v1" in done.stderr

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import ssl
 import threading
@@ -173,6 +174,12 @@ def test_a_key_that_only_the_generation_wants(name):
         assert "it wants a key; name its variable with --key-env" in refused(at(server, name))
 
 
+def answers_as(said: str) -> list[str]:
+    """The protocols that a refusal offers in place of what was asked."""
+    found = re.search(r"it answers as (?:one of )?--api (.+) would at", said)
+    return found[1].split(", ") if found else []
+
+
 def _others():
     """Each row as OpenAI's chat and the reverse: what a user most often mixes up."""
     for name in OVER_HTTP:
@@ -188,7 +195,8 @@ def test_a_protocol_given_as_another(name, api):
         said = refused(at(server, name, api))
     if name not in ("torchserve", "ray-serve"):  # their pages are at other places
         sign = {"tei-rerank": "tgi"}.get(name, "triton-generate" if "tri" in name or "kserve" in name else name)
-        assert f"it answers as --api {sign} would at http://127.0.0.1" in said
+        assert sign in answers_as(said)
+        assert re.search(r" would at http://127\.0\.0\.1", said)
     assert "correct the URL" in said or f"is it {api}?" in said or "probe request failed" in said
 
 
@@ -206,7 +214,9 @@ def test_of_the_servers_that_speak_kserve_only_triton_has_a_generate_extension(p
 
     with Scripted(answer) as server:
         said = refused(Target("t", server.url))
-    assert f"it answers as --api {sign} would at {server.url.removesuffix('/v1')}" in said
+    assert sign in answers_as(said)
+    assert said.endswith(f" would at {server.url.removesuffix('/v1')}")
+    assert ("triton-generate" in answers_as(said)) == (sign == "triton-generate")
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -225,7 +235,16 @@ def test_an_openai_url_without_its_version_is_told_the_right_one():
     with Scripted(serve("openai-chat")) as server:
         root = server.url.removesuffix("/v1")
         said = refused(Target("t", root, model=MODEL))
-    assert f"it answers as --api openai-chat would at {root}/v1" in said
+    assert "openai-chat" in answers_as(said)
+    assert said.endswith(f" would at {root}/v1")
+
+
+def test_protocols_that_share_a_page_are_named_together():
+    """A list of models does not tell which of them are served: the first of them would be a guess."""
+    with Scripted(serve("embeddings")) as server:
+        said = refused(at(server, "embeddings", "openai-chat"))
+    others = ["openai-completions", "openai-responses", "anthropic-messages", "embeddings", "rerank"]
+    assert answers_as(said) == others
 
 
 @every
@@ -462,3 +481,12 @@ def test_every_row_is_an_api_that_can_be_named(name, tmp_path):
 
 def test_some_of_many_names_are_a_sentence():
     assert mistaken.some([f"m{i}" for i in range(7)]) == "m0, m1, m2, m3, m4 and 2 more"
+
+
+def test_a_file_of_targets_that_is_named_before_the_command_is_the_one_that_is_read(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(f'[targets.far]\nurl = "http://127.0.0.1:{unused_port()}/v1"\n')
+    for words in (["--targets-file", str(file), "check", "far"], ["check", "far", "--targets-file", str(file)]):
+        ran = CliRunner().invoke(app, ["targets", *words, "--ready-timeout", "0.1"])
+        assert isinstance(ran.exception, TargetError)
+        assert "is not ready after 0.1 s" in str(ran.exception)

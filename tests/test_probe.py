@@ -7,6 +7,7 @@ import pytest
 
 from llm_bench import probe, probe_prompts, talk
 from llm_bench.bodies import Ask
+from llm_bench.errors import TargetError
 from llm_bench.exchange import Timeouts
 from llm_bench.probe import AGREEMENT, RTT_LEAST, RTT_PROBES
 from llm_bench.prompts import Sizer
@@ -164,6 +165,23 @@ def test_a_server_that_takes_one_request_at_a_time_is_asked_again(status):
         found = probe.probe(Target("t", server.url), lambda text: None, 5.0, compared=True)
     assert refused
     assert (found.sized, len(found.agreement)) == (True, len(AGREEMENT))
+
+
+@pytest.mark.parametrize("last", [b"", END])
+def test_a_cut_behind_the_last_word_is_as_good_before_a_run_as_in_it(last):
+    def answer(number, seen):
+        return [(0, chat(seen).removesuffix(END) + last), "close"] if seen.method == "POST" else far(number, seen)
+
+    with Scripted(answer) as server:
+        assert probe.probe(Target("t", server.url), lambda text: None, 5.0).lengths_pinned
+
+
+def test_a_cut_before_it_is_a_truncated_stream_and_no_failed_connection():
+    def answer(number, seen):
+        return [(0, SSE_HEAD + sse(token("w "))), "close"] if seen.method == "POST" else far(number, seen)
+
+    with Scripted(answer) as server, pytest.raises(TargetError, match="truncated_stream: ended without finish_reason"):
+        probe.probe(Target("t", server.url), lambda text: None, 5.0)
 
 
 def test_answers_come_in_the_order_of_their_requests():
