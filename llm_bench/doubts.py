@@ -267,6 +267,17 @@ def _prompt_tokens(f: Facts) -> Finding | None:
     return Finding(found, effect, "Give --tokenizer, so that prompts are sized exactly")
 
 
+def _planned_prompts(f: Facts) -> Finding | None:
+    """Plans stand in for what the server did not count: beside a target that counts, that is another measure."""
+    rows = f.ok & (f.cell["tokens_in"] < 0) & (f.cell["planned_in"] > 0)
+    if single_pass(f.cell) or not rows.any():
+        return None
+    found = (
+        f"the server said no prompt tokens for {int(rows.sum())} of {int(f.ok.sum())} requests: planned ones stand in"
+    )
+    return Finding(found, EITHER_WAY, "Read tokens_per_second, which has none in it, or let it send usage")
+
+
 MAX_REPEATED = 0.01  # of the prompts: traces have a few of one word, which can be told apart by no salt
 
 
@@ -468,6 +479,7 @@ CHECKS: dict[str, Callable[[Facts], Finding | None]] = {
     "delivered tokens": _delivered,
     "lengths not pinned": _not_pinned,
     "prompt tokens": _prompt_tokens,
+    "planned prompt tokens": _planned_prompts,
     "repeated prompts": _repeated,
     "cached prompts": _cached,
     "estimated tokens": _estimated,

@@ -37,6 +37,7 @@ class Whole(NamedTuple):
     better: Literal["lower", "higher"]
     meaning: str
     tokens_of: tuple[str, ...] = ()  # outcomes whose tokens enter: an estimate where the server does not say them
+    prompts: bool = False  # prompt tokens enter too: planned ones where the server does not say them
 
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999}
@@ -77,11 +78,23 @@ def tokens_in_window(cell: Cell, window: Window, rows: np.ndarray) -> float | st
     return float(np.where(whole, out, np.where(many > 0, streamed, 0.0))[rows].sum())
 
 
-def _prompt_tokens(cell: Cell, window: Window) -> float | str:
-    """Prompt tokens of ok and cut requests, credited at the first token; not streamed: at the end."""
+def _prompts_in(cell: Cell, window: Window) -> np.ndarray:
+    """Prompts of ok and cut requests, credited at the first token; not streamed: at the end."""
     ended_ns = np.where(outcome_in(cell, "ok"), cell["end_ns"], -1)  # cut without a token: no prompt was used yet
     first_ns = np.where(cell.counts > 0, cell.first_ns, ended_ns)
-    inside = (first_ns >= window.start_ns) & (first_ns < window.end_ns) & outcome_in(cell, "ok", "cut_at_end")
+    return np.asarray((first_ns >= window.start_ns) & (first_ns < window.end_ns) & outcome_in(cell, *_DELIVERED))
+
+
+def _uncounted(cell: Cell, window: Window) -> np.ndarray:
+    """Prompts whose length the server did not say: a planned one stands in, which may be off in one arm alone.
+
+    Those of cut answers are left out: usage comes at the end, so that no server had said theirs.
+    """
+    return np.asarray(_prompts_in(cell, window) & (cell["tokens_in"] < 0) & outcome_in(cell, "ok"))
+
+
+def _prompt_tokens(cell: Cell, window: Window) -> float | str:
+    inside = _prompts_in(cell, window)
     said = np.where(cell["tokens_in"] >= 0, cell["tokens_in"], cell["planned_in"])[inside]
     unknown = int((said < 0).sum())
     return f"how long they are is unknown of {unknown} of {len(said)} prompts" if unknown else float(said.sum())
@@ -202,7 +215,9 @@ _JUDGED, _DUE = ("ok", "failed"), ()
 _DELIVERED, _WASTED = ("ok", "cut_at_end"), ("failed", "cancelled")
 WHOLE: dict[str, Whole] = {
     "tokens_per_second": Whole("tokens/s", _tokens_per_second, "higher", "output tokens in the window", _DELIVERED),
-    "total_tokens_per_second": Whole("tokens/s", _total_tokens_per_second, "higher", "prompt tokens too", _DELIVERED),
+    "total_tokens_per_second": Whole(
+        "tokens/s", _total_tokens_per_second, "higher", "prompt tokens too", _DELIVERED, True
+    ),
     "tokens_per_second_run": Whole("tokens/s", _tokens_per_second_run, "higher", "ramp and drain included", _DELIVERED),
     "wasted_tokens": Whole("tokens", _wasted, "lower", "output of failed and cancelled requests", _WASTED),
     "requests_per_second": Whole("1/s", _requests_per_second, "higher", "ok requests ended in the window"),
@@ -376,6 +391,8 @@ def _figure(metric: Metric, row: Whole, cell: Cell, window: Window, context: Con
     due = due_in(cell, window)
     value = row.of(cell, window, context)
     labels = _estimates(cell, outcome_in(cell, *row.tokens_of)) if row.tokens_of else ()
+    if row.prompts and _uncounted(cell, window).any():
+        labels += ("prompt tokens as planned",)
     if isinstance(value, str):
         return Value(metric.name, row.unit, None, int(due.sum()), value, labels)
     labels = (*labels, *_unbounded(metric.name, window))

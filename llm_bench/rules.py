@@ -139,11 +139,16 @@ def _token_counting(metric: Metric) -> bool:
     return bool(SERIES[metric.of].counts_tokens if metric.reducer else WHOLE[metric.of].tokens_of)
 
 
+def _prompt_counting(metric: Metric) -> bool:
+    return not metric.reducer and WHOLE[metric.of].prompts
+
+
 # What a kind of doubt is about; one that is not here is about every metric.
 CONCERNS: Mapping[str, Callable[[Metric], bool]] = {
     FAILED: lambda metric: metric.name not in (*COUNTED, *NEEDS_SLO),  # of others the failed are left out
     "estimated tokens": _token_counting,
     "usage disputed": _token_counting,
+    "planned prompt tokens": _prompt_counting,
     **dict.fromkeys((LATE, STALLED, BUSY, LIMITED, IDLE, "host lateness"), _stamped),
     **dict.fromkeys((WARMING, DRIFT), _timed),
     NETWORK: lambda metric: _stamped(metric) and metric.of not in OF_GAPS,  # the same way for every token is in no gap

@@ -142,6 +142,7 @@ TROUBLE = {
     "delivered tokens": (lambda: found(requests(asked_out=6)), "500 of 600 asked (83.3%)"),
     "lengths not pinned": (lambda: found(requests(head={"probe": PROBE | {"lengths_pinned": False}})), "may end"),
     "prompt tokens": (lambda: found(requests(tokens_in=107)), "(+7.0%)"),
+    "planned prompt tokens": (lambda: found(requests(tokens_in=-1)), "no prompt tokens for 100 of 100"),
     "repeated prompts": (lambda: found(cell(TWIN, load=OPEN)), "25 within the cell"),
     "cached prompts": (lambda: found(requests(tokens_cached=98)), "took 98.0% of their tokens"),
     "estimated tokens": (lambda: found(requests(tokens_out_from="events")), "no usage for 100 of 100"),

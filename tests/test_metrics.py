@@ -298,6 +298,15 @@ def test_the_other_figures_of_a_cell() -> None:
         assert value(name, c, w) == pytest.approx(figure), name
 
 
+def test_planned_prompts_in_a_figure_are_labelled() -> None:
+    silent = record(1, events=[1, 2], tokens_in=-1)
+    c = cell([record(0, events=[1, 2, 3]), silent])
+    assert compute("total_tokens_per_second", c, ALL).labels == ("prompt tokens as planned",)
+    assert compute("tokens_per_second", c, ALL).labels == ()
+    cut = record(1, events=[1, 2], tokens_in=-1, outcome="cut_at_end")  # its usage would have come at its end
+    assert compute("total_tokens_per_second", cell([record(0, events=[1, 2, 3]), cut]), ALL).labels == ()
+
+
 def test_the_servers_own_account_is_shown_as_it_is() -> None:
     c = cell([record(0, events=[1], server_queue_ms=4.0, server_prefill_ms=9.0, server_ttft_ms=13.5)])
     assert [value(f"{s}_mean", c) for s in ("queue", "prefill", "server_ttft", "decode")] == [4, 9, 13.5, None]
