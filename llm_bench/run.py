@@ -5,7 +5,7 @@ Everything that a cell measured is on disk before the next begins; `run.json` na
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,8 +166,10 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
                 say(f"{end['reason']}; what was measured is in {options.out}, --resume measures the rest")
                 return Ended(died=end["reason"])
             settle(end, arm.target, say)
-        with suppress(KeyboardInterrupt):  # all is measured: who does not wait for this gets the report
+        try:
             book.keep_learnt({arm.target.name: ask_afterwards(arm, options, say) for arm in ready})
+        except KeyboardInterrupt:  # all is measured: who does not wait for this gets the report
+            say("not asked any more: whether the targets keep prefixes, and count the tokens of each event")
     return Ended()
 
 
