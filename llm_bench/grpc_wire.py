@@ -7,6 +7,7 @@ last (`grpc_frames`); `status` is the HTTP status of the same meaning, by GRPC_S
 """
 
 import asyncio
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -302,7 +303,10 @@ class _Due:
 
 
 def _at(loop: asyncio.AbstractEventLoop, due: tuple[float, str, float]) -> float | None:
-    return None if due[0] == float("inf") else loop.time() + max(0.0, (due[0] - now_ns()) / 1e9)
+    """By the loop's clock, never early: uvloop's is of whole ms, and so are its timers, rounded."""
+    if due[0] == float("inf"):
+        return None
+    return loop.time() + math.ceil(max(0.0, due[0] - now_ns()) / 1e6) / 1e3 + 0.001
 
 
 def _status(exchange: Exchange, code: int, text: str) -> None:

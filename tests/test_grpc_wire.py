@@ -231,6 +231,14 @@ def test_a_planned_cancel_reaches_the_server():
     assert 0.1 <= (exchange.end_ns - exchange.sent_ns) / 1e9 < 0.8
 
 
+def test_no_limit_rings_early_whatever_part_of_a_millisecond_it_ends_in():
+    with ScriptedGrpc([(0, text("a")), (900, text("b"))]) as server:
+        for after_s in (0.0201, 0.0204, 0.0207, 0.0209, 0.0212, 0.0213, 0.0215, 0.0218):
+            exchange = ask(server.url, cancel_after_s=after_s)
+            assert read(exchange).outcome == "cancelled"
+            assert exchange.end_ns - exchange.sent_ns >= after_s * 1e9
+
+
 @pytest.mark.parametrize("how", ["close", "cancel"])
 def test_what_is_in_flight_is_cut(how):
     async def main(server):
