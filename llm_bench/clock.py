@@ -29,6 +29,34 @@ def anchor() -> tuple[int, int]:
     return time.time_ns(), now_ns()
 
 
+_STEP_NS = 20_000  # two clocks are read within this, or the process was stopped between, or one of them was set
+
+
+class Wall:
+    """CLOCK_REALTIME, of which kernel stamps are, minus `now_ns`. Constant but for steps: both are slewed alike."""
+
+    def __init__(self) -> None:
+        self.ahead_ns = _ahead_ns()
+
+    def stepped(self) -> bool:
+        """Has the wall clock been set since it was last asked? Stamps of before are then of no use."""
+        before = now_ns()
+        if -_STEP_NS < time.time_ns() - before - self.ahead_ns < _STEP_NS:
+            return False
+        known, self.ahead_ns = self.ahead_ns, _ahead_ns()
+        if abs(self.ahead_ns - known) > _STEP_NS:
+            return True
+        self.ahead_ns = known  # stopped between the two looks
+        return False
+
+
+def _ahead_ns() -> int:
+    """By the reading of five that took least: whatever stops one in its middle makes it long."""
+    readings = [(now_ns(), time.time_ns(), now_ns()) for _ in range(5)]
+    before, wall, _ = min(readings, key=lambda r: r[2] - r[0])
+    return wall - before
+
+
 class Timer:
     """Calls back at absolute times of `now_ns`, never early. One a pacer, for any number of waiters.
 

@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection that stamps what arrives and interprets nothing, and the pool of those to one target.
 
 One exception: until the first token-bearing event each framed event goes, after stamping, to the dialect's `is_token`,
-so that time-outs mean what they say. Under https the stamps are of decrypted bytes.
+so that time-outs mean what they say. Stamps are the kernel's where it gives any (`arrivals`); under https they are of
+decrypted bytes, by the clock.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
+from llm_bench import arrivals
+from llm_bench.arrivals import Arrivals, Source
 from llm_bench.clock import now_ns
 from llm_bench.exchange import (
     CANCELLED,
@@ -56,6 +59,7 @@ class Pool:
         self.busy: set[Connection] = set()
         self.lost = 0  # idle connections that the server closed and that no request has replaced yet
         self.fastest_connect_ns = NEVER_NS  # about a round trip
+        self.arrivals: Arrivals | None = None  # of plain sockets, from the first one on
 
     def take(self) -> "Connection | None":
         """The idle one used last; those whose close has come already, unnoticed by the loop, are lost."""
@@ -74,6 +78,8 @@ class Pool:
         for connection in list(self.idle):
             connection.transport.abort()
         self.idle.clear()
+        if self.arrivals is not None:
+            self.arrivals.close()
 
 
 class Connection(asyncio.Protocol):
@@ -92,6 +98,7 @@ class Connection(asyncio.Protocol):
         self._look: Callable[[list[bytes], int], None] | None = None  # what to look for in the next read
         self.begun_ns = 0  # the write; limits run from the end of it, or from here as long as it has none
         self._written = False
+        self._source: Source | None = None  # what the kernel stamps for us; None: the transport reads
         self._phase_limit: tuple[str, float | None] = (TTFT_TIMEOUT, None)
         self._cancel_after_s: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -125,6 +132,20 @@ class Connection(asyncio.Protocol):
         crossing_ns = max(_CROSSING_NS, 2 * self._pool.fastest_connect_ns)
         return not exchange.first_byte_ns and exchange.end_ns - self.begun_ns <= crossing_ns
 
+    def read_stamped(self, sock: socket.socket) -> None:
+        """From now on `arrivals` reads, and not the transport, where the kernel stamps what comes."""
+        if not arrivals.AVAILABLE or self.transport.is_closing():
+            return
+        try:
+            self._source = Source(sock)
+        except OSError:
+            return
+        pool = self._pool
+        if pool.arrivals is None:
+            pool.arrivals = Arrivals()
+        self.transport.pause_reading()
+        pool.arrivals.add(self._source.fd, self._read)
+
     # ---- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -143,12 +164,34 @@ class Connection(asyncio.Protocol):
             exchange.sent_ns = now_ns()
 
     def data_received(self, data: bytes) -> None:
+        self._received(data, now_ns())
+
+    def _read(self, ahead_ns: int, looked_ns: int) -> None:
+        """Called by `arrivals`: something has come, or the end."""
+        source = self._source
+        if source is None:
+            return
+        try:
+            data, came_ns = source.read(ahead_ns, looked_ns)
+            if data:
+                self._received(data, came_ns)
+                return
+            self.eof_received()
+            self.connection_lost(None)
+        except BlockingIOError:
+            return
+        except Exception as e:  # noqa: BLE001 - raised where the answer is waited for, unless it is the network's
+            self.connection_lost(e)
+        self.transport.abort()
+
+    def _received(self, data: bytes, now: int) -> None:
         """The hot path: with a token a read, what is done here is done a token. No call that is not needed."""
-        now = now_ns()
         exchange = self._exchange
         if exchange is None:
             self.transport.abort()  # bytes that nobody asked for: the next answer would begin with them
             return
+        if now < exchange.sent_ns:  # it answered while the clock was being read for the end of a long request
+            now = exchange.sent_ns
         exchange.bytes_in += len(data)
         response = self._response
         try:
@@ -171,6 +214,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
+        if self._source is not None:
+            assert self._pool.arrivals is not None
+            self._pool.arrivals.drop(self._source.fd)
+            self._source = None
         if self in self._pool.idle:
             self._pool.idle.remove(self)
             self._pool.lost += 1
@@ -215,6 +262,8 @@ class Connection(asyncio.Protocol):
         response.let_go()
         exchange.status, exchange.headers, exchange.chunk_ends = response.status, response.headers, response.ends
         exchange.ended, exchange.error, exchange.end_ns = ended, error, at_ns or now_ns()
+        if self._pool.arrivals is not None and exchange.sent_ns:
+            self._pool.arrivals.ended(exchange.end_ns - exchange.sent_ns)
         open_still = response.keep_alive and self._written and not self.transport.is_closing()
         if ended == COMPLETE and self._pool.reuse and open_still:
             self._pool.idle.append(self)

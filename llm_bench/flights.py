@@ -56,23 +56,26 @@ class Gauge:
         self.peak = 0
         self.ended = 0
         self._at_ns = array("q")
-        self._count = array("q")
+        self._by = array("q")
 
     def up(self) -> None:
         self.now += 1
         self.peak = max(self.peak, self.now)
         self._at_ns.append(now_ns())
-        self._count.append(self.now)
+        self._by.append(1)
 
-    def down(self) -> None:
+    def down(self, end_ns: int) -> None:
+        """`end_ns`: when it ended, of which the driver hears a little later."""
         self.now -= 1
         self.ended += 1
-        self._at_ns.append(now_ns())
-        self._count.append(self.now)
+        self._at_ns.append(end_ns)
+        self._by.append(-1)
 
     def steps(self) -> np.ndarray:
         """int64 (k, 2): from this ns on, this many were in flight."""
-        return np.array([self._at_ns, self._count], np.int64).T.copy()
+        at_ns, by = np.array(self._at_ns, np.int64), np.array(self._by, np.int64)
+        order = np.argsort(at_ns, kind="stable")
+        return np.stack([at_ns[order], by[order].cumsum()], axis=1)
 
 
 @dataclass(slots=True)
@@ -148,10 +151,12 @@ class Flights:
         while True:
             ready_ns = await self._pass_cap(due_ns)
             self.gauge.up()
+            ended_ns = 0
             try:
                 tried = await self._send(self._plan.payload(index, previous), self._plan.cancel_s(index))
+                ended_ns = tried.exchange.end_ns
             finally:
-                self.gauge.down()
+                self.gauge.down(ended_ns or now_ns())
                 self._leave_cap()
             goes_on = self._land(Flight(index, due_ns, ready_ns, tried))
             previous, end_ns = tried.exchange, tried.exchange.end_ns

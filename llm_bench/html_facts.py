@@ -49,6 +49,10 @@ def environment(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     yield "run", str(facts.get("run_id") or NOT_RECORDED)
     yield "began", moment(facts.get("anchor")) or NOT_RECORDED
     yield "anchor (wall ns, monotonic ns)", _said(facts.get("anchor")) if facts.get("anchor") else NOT_RECORDED
+    yield (
+        "arrivals stamped by",
+        ", ".join(sorted({m.end.get("stamps") or NOT_RECORDED for m in run.cells})) or NOT_RECORDED,
+    )
     yield "command", " ".join(map(str, facts.get("command") or [])) or NOT_RECORDED
     for key, said in _flat(host):
         yield f"host: {key}", said

@@ -99,7 +99,7 @@ class Little(NamedTuple):
 
 
 def little(cell: Cell, window: Window) -> Little:
-    """A driver counts a request from handing it over until it hears of the end, its record from the last byte sent to
+    """A driver counts a request from handing it over to its end, its record from the last byte sent to
     the last read: a gauge between both readings of the records agrees with them.
 
     One that never left (refused, or cut in its connect) has no last byte sent: it was handed over at some moment from

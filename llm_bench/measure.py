@@ -351,6 +351,7 @@ async def _loop(
             task.result()
         clerk.finish()
     ticker.tell()
+    stamps = {line.stamps for line in lines}
     sent_ns, sent_cpu_ns = ticker.last_sent or (clock.now_ns(), time.process_time_ns())
     np.save(options.out / f"{part.name}.gauge.npy", gauge.steps())
     return {
@@ -365,6 +366,7 @@ async def _loop(
         "client_cpu_share": (sent_cpu_ns - cpu_ns) / max(sent_ns - begun_ns, 1),  # as long as it sent
         "loop_lag_p99_ms": float(np.percentile(ticker.late_ns, 99)) / 1e6 if ticker.late_ns else 0.0,
         "loop_stalls": ticker.stalls(),
+        "stamps": "kernel" if stamps == {"kernel"} else "clock",
         "counts": dict(cell.counts),
     }
 
@@ -415,6 +417,7 @@ def together(order: Order, board: Board, outcomes: Sequence[shards.Outcome], hal
         "loop_lag_p99_ms": max((e["loop_lag_p99_ms"] for e in ends), default=0.0),
         "client_cpu_share": max((e["client_cpu_share"] for e in ends), default=0.0),  # of the busiest worker
         "loop_stalls": longest([stall for e in ends for stall in e["loop_stalls"]]),
+        "stamps": "kernel" if all(e["stamps"] == "kernel" for e in ends) else "clock",
         "counts": {name: sum(e["counts"][name] for e in ends) for name in OUTCOMES},
     }
     end |= {name: sum(e[name] for e in ends) for name in ("turns_not_sent", "cut", "client_cpu_s")}

@@ -102,6 +102,7 @@ RUN: dict[str, Shape] = {
     "cells[].end.worker_loop_lag_ms[]": NUMBER._replace(required=True),
     "cells[].end.loop_stalls": LIST,
     "cells[].end.loop_stalls[]": STALL,
+    "cells[].end.stamps": TEXT,
     "cells[].end.client_cpu_share": NUMBER,
     "cells[].end.workers": COUNT,
     "cells[].end.ceiling": OBJECT,

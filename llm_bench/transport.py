@@ -19,6 +19,11 @@ from llm_bench.wire import Wire
 class Sender(Protocol):
     """Requests in, Exchanges out, from one event loop."""
 
+    @property
+    def stamps(self) -> str:
+        """Who stamps what arrives: "kernel", as it comes, or "clock", as it is read."""
+        ...
+
     async def send(self, payload: bytes, cancel_after_s: float | None = None) -> Exchange:
         """Send what `frame` made, and wait for the end. What fails is in the Exchange."""
         ...

@@ -106,6 +106,11 @@ class Wire:
         """The connections that rest."""
         return self.pool.idle
 
+    @property
+    def stamps(self) -> str:
+        """Who stamps what arrives: the kernel, or the clock when it is read."""
+        return "kernel" if self.pool.arrivals is not None else "clock"
+
     async def send(self, payload: bytes, cancel_after_s: float | None = None) -> Exchange:
         """POST `payload`, the rest of the head and the body, and wait for the end. What fails is in the Exchange.
 
@@ -187,13 +192,22 @@ class Wire:
     async def _open(self, address: tuple[str, int], limit_s: float | None) -> Connection:
         """A connection to the target by way of one address, its own or the proxy's. Raises OSError."""
         loop = asyncio.get_running_loop()
+        if self._tls is None:
+            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, address)
+                _, connection = await loop.create_connection(lambda: Connection(self.pool), sock=sock)
+            except BaseException:
+                sock.close()
+                raise
+            connection.read_stamped(sock)
+            return connection
         to: dict[str, Any] = {"host": address[0], "port": address[1]}
-        if self._tls is not None:
-            if self._proxy is not None:
-                to = {"sock": await tunnel(address, self._proxy, self._behind)}
-            # The loop's own limit on handshakes, 60 s, would be a hidden one.
-            limit_s = limit_s or 86400.0
-            to |= {"ssl": self._tls, "server_hostname": self._name, "ssl_handshake_timeout": limit_s}
+        if self._proxy is not None:
+            to = {"sock": await tunnel(address, self._proxy, self._behind)}
+        # The loop's own limit on handshakes, 60 s, would be a hidden one.
+        to |= {"ssl": self._tls, "server_hostname": self._name, "ssl_handshake_timeout": limit_s or 86400.0}
         _, connection = await loop.create_connection(lambda: Connection(self.pool), **to)
         return connection
 

@@ -17,7 +17,7 @@ dialect_pooling kserve_tensors dialect_kserve dialect_kserve_grpc dialects plain
 calibration proxy prometheus server_names server_metrics scrape_machine target credentials targets
 grpc_wire grpc_talk talk
 mistaken pins probe_management probe_prompts probe_events probe scrape plan arms shapes columns records retry
-connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order measure
+arrivals connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order measure
 book run windows series outcomes slo metrics decompose energy objectives identities sending facts client
 evidence diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
 diagnose_replicas diagnose_failures diagnose same_work host_checks doubts as_tools interference results
