@@ -4,7 +4,7 @@ Runs after the stream has ended, on bytes and stamps alone: it can be run again 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ class Answer(NamedTuple):
     error: str  # never empty when failed
     status: int
     labels: list[str]
+    choices: int  # that were seen: the highest index and one
     finish_reason: str  # of choice 0
     event_ns: list[int]  # token-bearing events; none where the answer was not streamed
     event_tokens: list[int]  # beside event_ns, or empty: then the wire does not say, or contradicts itself
@@ -100,6 +101,7 @@ def read(
         error,
         exchange.status,
         labels,
+        max(tally.choices, default=-1) + 1,
         tally.finish.get(0, ""),
         tally.event_ns,
         sizes,
@@ -114,7 +116,7 @@ def read(
         tally.text_bytes,
         body.comments,
         tally.server_ms,
-        "".join(tally.text),
+        joined(tally.text),
     )
 
 
@@ -199,7 +201,7 @@ class _Tally:
             if delta.reasoning or delta.tool:
                 text = delta.reasoning + delta.text + delta.tool
             self.all_text.setdefault(choice, []).append(text)
-            self.text_bytes += len(text) if text.isascii() else len(text.encode())
+            self.text_bytes += len(text) if text.isascii() else len(text.encode(errors="surrogateescape"))
             if choice == 0 and delta.text:
                 self.text.append(delta.text)
         self.event_tokens.append(delta.token_ids if delta.token_ids >= 0 else rise)
@@ -244,7 +246,17 @@ class _Tally:
         """Tokens of all text by a tokenizer; -1 without one, or without text."""
         if count_tokens is None or not self.all_text:
             return -1
-        return sum(count_tokens("".join(text)) for text in self.all_text.values())
+        return sum(count_tokens(joined(text)) for text in self.all_text.values())
+
+
+def joined(parts: Sequence[str]) -> str:
+    """The text of its parts, the bytes of a character that was cut between two of them put together again.
+
+    A dialect whose texts are bare bytes reads them with `surrogateescape`, which keeps such a byte as half of a pair
+    that no JSON can hold. What is no UTF-8 as a whole is U+FFFD.
+    """
+    text = "".join(parts)
+    return text if text.isascii() else text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 class _Body(NamedTuple):

@@ -104,8 +104,8 @@ class Cell:
 
     @cached_property
     def choices(self) -> np.ndarray:
-        """Choices (n,) that each answer was seen to have: the highest index and one."""
-        found = np.ones(self.n, np.int64)
+        """Choices (n,) that each answer was seen to have; where none was counted, as its events have it, or one."""
+        found = np.maximum(self["choices"], 1)
         for piece in self.pieces():
             if piece.choice is not None and piece.choice.any():
                 np.maximum.at(found, np.repeat(piece.rows, np.diff(piece.offsets)), piece.choice + 1)

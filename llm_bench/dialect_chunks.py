@@ -47,7 +47,10 @@ def _body(api: str, request: Request, ask: Ask) -> JsonObject:
 
 
 def _decode(data: bytes) -> Chunk:
-    """A chunk is text; one that is an object, as some handlers write, has its text under a name of its own."""
+    """A chunk is text; one that is an object, as some handlers write, has its text under a name of its own.
+
+    A character may be cut between two chunks: its bytes stay as they are until `answer.joined` has them all.
+    """
     if data[:1] == b"{" and (event := _object_in(data)):
         if error := _error(event):
             return error
@@ -55,7 +58,7 @@ def _decode(data: bytes) -> Chunk:
             if isinstance(event.get(key), str):
                 usage = Usage(completion_tokens=count_in(event, "tokens")) if "tokens" in event else None
                 return Chunk((Delta(0, text_in(event, key), bears_token=bool(event[key])),), usage)
-    return Chunk((Delta(0, data.decode(errors="replace"), bears_token=bool(data)),))
+    return Chunk((Delta(0, data.decode(errors="surrogateescape"), bears_token=bool(data)),))
 
 
 def _object_in(data: bytes) -> JsonObject:

@@ -215,7 +215,7 @@ def _decode(said: Said, data: bytes) -> Chunk:
     if not said.text and not said.single_pass:  # an event is its text
         if stripped[:1] == b"{" and (error := _error(said, _object_in(stripped))):
             return error
-        text = data.decode(errors="replace")
+        text = data.decode(errors="surrogateescape")  # half a character, until `answer.joined` has the other half
         return Chunk((Delta(0, text, bears_token=bool(text)),))
     if said.single_pass and stripped[:1] not in (b"{", b"["):
         if stripped[:1] == b"<":

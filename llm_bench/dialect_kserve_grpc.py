@@ -104,21 +104,29 @@ _HEARD = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens
 
 def _text_chunk(response: Response) -> Chunk:
     outputs = response.outputs
+    others = [one for one in outputs.values() if one.datatype == "BYTES" and one.name not in _HEARD]
+    text = outputs.get("text_output", others[0] if others else None)
+    if text is None:
+        return NOTHING  # the empty final response
     event: JsonObject = {name: _said(outputs[name]) for name in _HEARD if name in outputs}
-    if "text_output" not in event:
-        texts = [one for one in outputs.values() if one.datatype == "BYTES" and one.name not in _HEARD]
-        if not texts:
-            return NOTHING  # the empty final response
-        event["text_output"] = _said(texts[0])
-    return _GENERATE.decode(orjson.dumps({key: value for key, value in event.items() if value is not None}))
+    event["text_output"] = _said(text)
+    chunk = _GENERATE.decode(orjson.dumps({key: value for key, value in event.items() if value is not None}))
+    if text.datatype != "BYTES":
+        return chunk
+    said = _bytes_of(text).decode(errors="surrogateescape")  # half a character, which no JSON can hold
+    return chunk._replace(deltas=tuple(delta._replace(text=said) for delta in chunk.deltas))
 
 
 def _said(one: Tensor) -> Any:
     """The one element of a tensor, or the texts of several together; None of an empty one."""
     values = values_of(one)
     if one.datatype == "BYTES":
-        return b"".join(values).decode(errors="replace") if values else None
+        return _bytes_of(one).decode(errors="replace") if values else None
     return values[0] if values else None
+
+
+def _bytes_of(one: Tensor) -> bytes:
+    return b"".join(values_of(one))
 
 
 # ---- one pass

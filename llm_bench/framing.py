@@ -3,6 +3,7 @@
 No socket and no clock.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -32,6 +33,27 @@ class ChunkedResponse(Response):
     def let_go(self) -> None:
         super().let_go()
         self.on_body = self._pieces.append  # `take` holds this object
+
+
+_ERROR_LINE = re.compile(rb"(?:^|[\r\n])error: *([^\r\n]+)")
+
+
+def server_sent(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] | None = None) -> Events:
+    """The events of a stream, and what stands in lines of a field `error`, which the specification has not.
+
+    llama.cpp said so what went wrong in a stream until September 2025, on OpenAI's routes too: the error object itself
+    (https://github.com/ggml-org/llama.cpp/pull/16109). They come last, under the name that makes an event an error:
+    the stream has failed wherever such a line stands.
+    """
+    found = events(read_ns, pieces, ends)
+    body = b"".join(pieces)
+    if b"error:" not in body:  # as in nearly every stream
+        return found
+    for said in _ERROR_LINE.findall(body):
+        found.names[len(found.data)] = "error"
+        found.data.append(b'{"error": %b}' % said if said[:1] == b"{" and said[:8] != b'{"error"' else said)
+        found.ns.append(read_ns[-1])
+    return found
 
 
 def lines(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[int] | None = None) -> Events:
@@ -126,7 +148,7 @@ class Framing(NamedTuple):
 
 SSE, LINES, CHUNKS = "sse", "lines", "chunks"
 FRAMINGS = {
-    SSE: Framing(Response, _is_event_stream, Sse, events),
+    SSE: Framing(Response, _is_event_stream, Sse, server_sent),
     LINES: Framing(Response, _is_streamed, _Lines, lines),
     CHUNKS: Framing(ChunkedResponse, _is_streamed, _Chunks, chunks),
 }

@@ -51,6 +51,7 @@ _FIELDS = {
     "status": ("", "HTTP status"),
     "finish_reason": ("", "of choice 0, as the wire has it"),
     "labels": ("", "what else is to be known of it"),
+    "choices": ("", "that the answer was seen to have"),
     "planned_in": ("tokens", "planned of the prompt"),
     "asked_out": ("tokens", "most that were asked for; null: left to the server"),
     "tokens_in": ("tokens", "of the prompt, by the server's usage"),

@@ -55,6 +55,7 @@ class Record:
     status: int = 0  # HTTP status, 0 when none came
     finish_reason: str = ""  # of choice 0, as the wire has it
     labels: list[str] = field(default_factory=list)  # e.g. "end unproven", "no [DONE]"
+    choices: int = -1  # that the answer was seen to have, streamed or whole
     # how much
     planned_in: int = -1
     asked_out: int = -1  # max_tokens, -1 when left to the server

@@ -1,5 +1,6 @@
 import time
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -602,3 +603,17 @@ def test_a_worker_killed_in_a_captured_stream_is_a_failure_though_done_came():
     assert verdict(answer) == ("failed", "server_error_in_stream")
     assert answer.error.startswith("EngineCore encountered an issue")
     assert (answer.tokens_out, answer.tokens_out_from, ms(answer.event_ns)[0]) == (14, "events", 123.369)
+
+
+@pytest.mark.parametrize("name", ["openai-chat", "openai-completions", "sglang"])
+def test_the_choices_of_a_whole_body_are_counted_as_those_of_a_stream(name):
+    each = [{"index": k, "message": {"content": "a b"}, "text": "a b", "finish_reason": "length"} for k in range(3)]
+    body: object = {"choices": each, "usage": {"prompt_tokens": 7, "completion_tokens": 6}}
+    if name == "sglang":
+        meta = {"prompt_tokens": 7, "completion_tokens": 2, "finish_reason": {"type": "length"}}
+        body = [{"text": "a b", "meta_info": meta}] * 3
+    got = answered([(4, orjson.dumps(body))], DIALECTS[name], streamed=False, choices=3, asked_out=2, pinned=True)
+    assert (verdict(got), got.choices, got.tokens_out) == (("ok", ""), 3, 6)
+    assert answered([(4, WHOLE)], streamed=False).choices == 1
+    assert of("two_choices").choices == 2
+    assert answered([], ended=ends.CONNECT_ERROR, status=0).choices == 0

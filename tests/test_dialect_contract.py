@@ -10,7 +10,7 @@ from llm_bench import answer, clock, exchange, retry
 from llm_bench.bodies import Ask
 from llm_bench.dialects import DIALECTS, Chunk
 from llm_bench.exchange import Timeouts
-from llm_bench.framing import CHUNKS, FRAMINGS
+from llm_bench.framing import CHUNKS, FRAMINGS, SSE
 from llm_bench.request import Request
 from llm_bench.targets import Target
 from llm_bench.transport import TRANSPORTS, Asked
@@ -440,3 +440,41 @@ def test_trtllm_serves_blanks_after_an_event_are_read_over():
     pieces = [piece.replace(b"}\n\n", b"} \n\n") for piece in SPEAKS["openai-chat"].stream(TEXTS)]
     got, _ = answered("openai-chat", script("openai-chat", pieces))
     assert (got.outcome, got.labels, got.text) == ("ok", [], "".join(TEXTS))
+
+
+@pytest.mark.parametrize("name", [n for n in STREAM if DIALECTS[n].comes.framing == CHUNKS])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_character_that_is_cut_between_chunks_is_whole_in_the_text_and_each_chunk_is_a_token(name, stream):
+    euro, wave = "€".encode(), "🌊".encode()
+    parts = [b"a " + euro[:1], euro[1:2], euro[2:] + wave[:2], wave[2:], b" \xff\xe2\x82"]  # the last is no UTF-8
+    body = b"".join(parts)
+    script_ = script(name, parts) if stream else [(0, http_response(200, body, {"Content-Type": "text/plain"}))]
+    got, _ = answered(name, script_, stream=stream)
+    assert (got.outcome, got.text, got.text_bytes) == ("ok", "a €🌊 \ufffd\ufffd", len(body))
+    assert (got.tokens_out, len(got.event_ns)) == ((5, 5) if stream else (-1, 0))
+
+
+@pytest.mark.parametrize("name", [n for n in STREAM if DIALECTS[n].comes.framing == SSE])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'error: {"code": 400, "message": "the request exceeds the context", "type": "invalid_request_error"}\n\n',
+        b'error: {"error": {"code": 400, "message": "the request exceeds the context"}}\n\n',
+        b'error:{"code": 400, "message": "the request exceeds the context"}',
+    ],
+)
+def test_an_error_in_a_line_of_its_own_fails_the_stream_with_the_servers_text(name, line):
+    """As llama.cpp before September 2025, which said [DONE] after it."""
+    pieces = [*SPEAKS[name].begins(5), *SPEAKS[name].tokens(TEXTS, 5)[:2], line]
+    got, _ = answered(name, script(name, [*pieces, b"\n\ndata: [DONE]\n\n"]))
+    assert (got.outcome, got.error_kind) == ("failed", "server_error_in_stream")
+    assert got.error == "the request exceeds the context (code 400)" or name == "http"
+    assert "the request exceeds the context" in got.error
+    assert len(got.event_ns) == 2
+
+
+def test_the_word_error_in_the_text_of_a_stream_is_none():
+    name = "openai-chat"
+    texts = ["error: {", "\nerror: {}", "a"]
+    got, _ = answered(name, script(name, SPEAKS[name].stream(texts)))
+    assert (got.outcome, got.text) == ("ok", "".join(texts))

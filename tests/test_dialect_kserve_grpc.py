@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm_bench import answer
 from llm_bench.bodies import Ask
 from llm_bench.dialect_kserve_grpc import ROWS
 from llm_bench.errors import BenchError
@@ -184,3 +185,11 @@ def test_any_message_is_read_or_refused(api, message, code):
             assert isinstance(ROWS[api].decode(data), Chunk)
         except ValueError:
             continue
+
+
+def test_a_character_that_is_cut_between_messages_is_whole_in_the_text():
+    wave = "🌊".encode()
+    outputs = [[tensor("text_output", "BYTES", [1], [part])] for part in (b"a" + wave[:3], wave[3:])]
+    deltas = [TEXT.decode(frame(field(2, answer_message(output)))).deltas[0] for output in outputs]
+    assert answer.joined([delta.text for delta in deltas]) == "a🌊"
+    assert all(delta.bears_token for delta in deltas)

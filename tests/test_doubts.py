@@ -454,3 +454,10 @@ def test_answers_that_come_in_one_read_are_not_held_against_the_ceiling_of_singl
     at_once = cell([record(i, 100 * i, events=[100 * i + 50] * 50, asked_out=50) for i in range(100)], load=OPEN)
     assert "client limited" not in found(at_once, ceiling={"events_per_s": 60})
     assert "client limited" in found(at_once, ceiling={"events_per_s": 60, "requests_per_s": 1})
+
+
+@pytest.mark.parametrize(("choices", "doubted"), [(2, False), (1, True), (3, True), (-1, True)])
+def test_whole_answers_of_several_choices_are_held_against_what_was_asked_of_all(choices: int, doubted: bool) -> None:
+    """They have no events that would tell of choices."""
+    got = found(requests(events=(), asked_out=5, tokens_out=10, choices=choices))
+    assert ("delivered tokens" in got) is doubted
