@@ -38,15 +38,21 @@ _MODEL_PAGE = _Page("ModelMetadata", model_metadata)
 
 
 class GrpcPages(httpx.BaseTransport):
-    """`url` is the target's; `headers` go as metadata. Raises BenchError as GrpcWire does."""
+    """`name` and `url` are the target's; `headers` go as metadata. Raises BenchError as GrpcWire does."""
 
     def __init__(
-        self, url: str, headers: Sequence[tuple[str, str]], cafile: str = "", certificate: str = "", key: str = ""
+        self,
+        name: str,
+        url: str,
+        headers: Sequence[tuple[str, str]],
+        cafile: str = "",
+        certificate: str = "",
+        key: str = "",
     ) -> None:
         grpc = grpc_wire.library()
         address, secure = grpc_wire.address_of(url)
         args = grpc_wire.options(None)
-        self._grpc, self._url = grpc, url
+        self._grpc, self._name, self._url = grpc, name, url
         self._files = (cafile, certificate, key) if secure else None
         self._metadata = grpc_wire.metadata_of(headers)
         if secure:
@@ -104,8 +110,8 @@ class GrpcPages(httpx.BaseTransport):
                 raise httpx.ReadTimeout(f"no answer within {limit_s:g} s") from None
             if "refused" not in text and (grpc_wire.is_no_grpc(text) or _answers_http(self._url)):
                 raise TargetError(
-                    f"{self._url} speaks HTTP/1.1, no gRPC: give the port of its gRPC server (Triton's is 8001, "
-                    "MLServer's 8081), or --api kserve-http"
+                    f"target {self._name}: {self._url} speaks HTTP/1.1, no gRPC: give the port of its gRPC server "
+                    "(Triton's is 8001, MLServer's 8081), or --api kserve-http"
                 ) from None
             said = _handshake(self._url, *self._files) if self._files else ""
             raise httpx.ConnectError(f"{GRPC_STATUS[code][0]}: {said or text}") from None

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from llm_bench import talk, targets
+from llm_bench import statuses, talk, targets
 from llm_bench.answer import Answer
 from llm_bench.bodies import Ask
 from llm_bench.dialects import DIALECTS
@@ -15,12 +15,14 @@ from llm_bench.exchange import Exchange
 from llm_bench.http1 import is_web_page
 from llm_bench.printable import clean
 from llm_bench.protocol import json_of
+from llm_bench.statuses import Said
 from llm_bench.targets import Target
 
 SHOWN = 5  # of many models' names, in a sentence
 _PAGE_BYTES = 1000
 GUESSES_S = 5.0  # all of them together
 _NOT_THERE = (404, 405, 501)
+_OTHER_BODY = (415, 422)  # a body of another type, or with other fields
 _INSECURE = ", or believe any with --insecure"  # which gRPC cannot
 _TLS = {  # OpenSSL's words
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted ({}); name its authority with --ca FILE" + _INSECURE,
@@ -49,11 +51,18 @@ def wants_key(status: int, body: bytes) -> bool:
     return status in (401, 403) or (status == 400 and b"InvalidKeyException" in body)
 
 
-def of_key(target: Target, status: int) -> str:
-    """Of an answer that wants another key."""
+def of_key(target: Target, address: str, said: Said) -> str:
+    """Of an answer of `address` that wants another key."""
+    name, form = DIALECTS[target.api].site.key_header
+    scheme = said.head("www-authenticate").partition(" ")[0]
+    what = "it wants a key; name its variable with --key-env"
     if target.key_env:
-        return f"target {target.name}: HTTP {status}: its key was refused"
-    return f"target {target.name}: HTTP {status}: it wants a key; name its variable with --key-env"
+        what = f"its key was refused; correct the value of the variable {target.key_env}"
+    if scheme and name == "Authorization" and scheme.lower() != form.partition(" ")[0].lower():
+        what = f"it wants {scheme} and no key; give Authorization in [targets.{target.name}.headers] of targets.toml"
+    facts = statuses.told(said)
+    where = f"target {target.name}: {address} answers {statuses.number(target, said.status)}"
+    return f"{where}: {what}" + (f" ({facts})" if facts else "")
 
 
 def of_tls(target: Target, e: Exception) -> str:
@@ -107,13 +116,17 @@ def of_close(target: Target, why: str) -> str:
     return f"; it closes without a word, as where {likely}"
 
 
-def of_list(client: httpx.Client, target: Target, status: int, body: bytes) -> str:
+def of_list(client: httpx.Client, target: Target, said: Said) -> str:
     """Of a target that names no model, where one has to be named."""
     _, address = targets.asked_first(target, target.url)
+    found = _found(said)
     if DIALECTS[target.api].site.models:
-        where = f"{address} lists no model ({_found(status, body) or 'no list in its answer'})"
+        where = f"{address} lists no model ({found or 'no list in its answer'})"
     else:
-        where = f"{target.api} has no list of models" + (f" ({found})" if (found := _found(status, body)) else "")
+        where = f"{target.api} has no list of models" + (f" ({found})" if found else "")
+    by_status = statuses.right(said, address, address.removeprefix(target.url))
+    if by_status and by_status != statuses.NOT_FOLLOWED:
+        return f"target {target.name}: {where}; {by_status}; or give --model"
     return f"target {target.name}: {where}; give --model, or correct the URL: {_right(target)}" + (
         guess(client, target)
     )
@@ -129,32 +142,42 @@ def of_answer(
     address: str = "",
 ) -> str:
     """Of a first small request that failed; `address`: where another page was asked than answers come from."""
-    model = asked.model
-    body = b"".join(exchange.pieces)
+    model, answered = asked.model, statuses.of(exchange)
+    body = answered.body
+    path = target.dialect.path_of(model, asked.stream)
+    address = address or target.url + path
     if wants_key(exchange.status, body):
-        return of_key(target, exchange.status)
+        return of_key(target, address, answered)
     said = f"{got.error_kind}: {got.error}" if got.outcome != "ok" else "ok"
-    text = f"target {target.name}: a small probe request failed ({said})"
-    address = address or target.url + target.dialect.path_of(model, asked.stream)
-    answers = f"{address} answers HTTP {exchange.status}"
-    if is_web_page(body):
-        text = f"target {target.name}: {answers} with a web page (HTML), not {target.api}"
-        return f"{text}; {_right(target)}{guess(client, target)}"
+    if exchange.status // 100 != 2 and (is_web_page(body) or 300 <= exchange.status < 400):
+        said = got.error_kind  # a page is named by its title, and of a redirect the load offers the whole address
+    by_status = statuses.right(answered, address, path)
+    if is_web_page(body) and not by_status:
+        answers = f"{address} answers HTTP {exchange.status} with a web page (HTML), not {target.api}"
+        return f"target {target.name}: {answers}; {_right(target)}{guess(client, target)}"
+    answers = (
+        f"{address} answers {statuses.words(target, answered, said)}" if exchange.status else f"asked was {address}"
+    )
+    text = f"target {target.name}: a small probe request failed ({said}); {answers}"
+    if by_status:
+        text += f"; {by_status}" + (f"; {_right(target)}" if by_status == statuses.NOT_FOLLOWED else "")
     if model and models and model not in models:
         return f"{text}; model {model!r} is not among those that it lists: {some(models)}"
     if not target.model and len(models) > 1:
         text += f"; asked was {model!r}, the first of those that it lists ({some(models)}): --model names another"
     if exchange.status in _NOT_THERE or got.error_kind == "protocol_error":
         there = f"is there a model {model!r}, and " if DIALECTS[target.api].takes.model == "path" else ""
-        status = "" if DIALECTS[target.api].transport == "grpc" else f"{answers}; "  # gRPC's was another one
-        return f"{text}; {status}{there}is it {target.api}? {_right(target)}{guess(client, target)}"
+        return f"{text}; {there}is it {target.api}? {_right(target)}{guess(client, target)}"
+    if exchange.status in _OTHER_BODY:
+        extra = "; `extra` of its table goes into every body" if target.extra else ""
+        return f"{text}; is it {target.api}? {_right(target)}{extra}"
     return text
 
 
-def _found(status: int, body: bytes) -> str:
-    if is_web_page(body):
-        return f"HTTP {status}, a web page (HTML)"
-    return "" if status // 100 == 2 else f"HTTP {status}"
+def _found(said: Said) -> str:
+    if is_web_page(said.body) and said.status // 100 == 2:
+        return f"HTTP {said.status}, a web page (HTML)"
+    return ", ".join(filter(None, [f"HTTP {said.status}", statuses.told(said)])) if said.status // 100 != 2 else ""
 
 
 def _right(target: Target) -> str:

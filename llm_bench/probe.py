@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from llm_bench import answer, clock, mistaken, pins, probe_events, probe_management, probe_prompts, talk, targets
+from llm_bench import (
+    answer,
+    clock,
+    mistaken,
+    pins,
+    probe_events,
+    probe_management,
+    probe_prompts,
+    statuses,
+    talk,
+    targets,
+)
 from llm_bench.bodies import Ask, Asked
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
@@ -20,6 +31,7 @@ from llm_bench.probe_prompts import Prompts
 from llm_bench.prompts import Sizer
 from llm_bench.protocol import json_of, path_for
 from llm_bench.request import Request
+from llm_bench.statuses import Said
 from llm_bench.targets import Target
 
 Say = Callable[[str], None]
@@ -42,6 +54,7 @@ AGREEMENT = (
     "Translate to French: good morning.",
 )
 AGREED_TOKENS = 16  # of each: where two builds part, they mostly do so early
+_STARTING = (502, 503, 504)  # what a server, or a gateway before it, says while it is not up
 AFTERWARDS_S = 5.0  # a question when the load is over: who waits for a report waits for it too
 # Two texts without a common block: the second probe must not be answered from the first one's cache.
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
@@ -199,7 +212,7 @@ def _probe(
         models = models or list(managed.models)
         model = target.model or (models[0] if models else "")
         if not model and row.takes.model:
-            raise TargetError(mistaken.of_list(client, target, *seen))
+            raise TargetError(mistaken.of_list(client, target, seen))
         if not row.takes.model and (said := mistaken.of_name(target, models)):
             raise TargetError(said)
         if models and model not in models:
@@ -336,9 +349,7 @@ def _running(client: httpx.Client, url: str) -> float | None:
         return None
 
 
-def _models(
-    client: httpx.Client, target: Target, ready_s: float, say: Say
-) -> tuple[list[str], int | None, tuple[int, bytes]]:
+def _models(client: httpx.Client, target: Target, ready_s: float, say: Say) -> tuple[list[str], int | None, Said]:
     """Model names, the context limit where the server says it, and the answer that said so.
 
     Waits for a server that is still starting.
@@ -347,10 +358,10 @@ def _models(
     method, address = targets.asked_first(target, target.url)
     while True:
         try:
-            status, body = talk.page(client, method, address, max(deadline_s - time.monotonic(), 0.1))
-            if status not in (502, 503, 504):
+            said_so = talk.whole_page(client, method, address, max(deadline_s - time.monotonic(), 0.1))
+            if said_so.status not in _STARTING:
                 break
-            why = f"HTTP {status}"
+            why = ", ".join(filter(None, [f"HTTP {said_so.status}", statuses.told(said_so)]))
         except httpx.HTTPError as e:
             if said := mistaken.of_tls(target, e):
                 raise TargetError(said) from None
@@ -370,13 +381,14 @@ def _models(
             say(f"waiting for {target.name} at {target.url}, up to {ready_s:g} s ({why})")
             waited = True
         time.sleep(min(0.5, max(deadline_s - time.monotonic(), 0)))
+    status, _, body = said_so
     if mistaken.wants_key(status, body):
-        raise TargetError(mistaken.of_key(target, status))
+        raise TargetError(mistaken.of_key(target, address, said_so))
     if said := mistaken.of_page(target, body):
         raise TargetError(said)
     rows = DIALECTS[target.api].site.listed(body) if status // 100 == 2 else []
     limits = [row.limit for row in rows if not target.model or row.model == target.model]
-    return [row.model for row in rows], limits[0] if limits else None, (status, body)
+    return [row.model for row in rows], limits[0] if limits else None, said_so
 
 
 def _described(client: httpx.Client, target: Target, model: str, models: list[str]) -> Mapping[str, Any]:

@@ -236,13 +236,24 @@ def error_in(event: JsonObject) -> tuple[str, str]:
         if event.get("object") == "error":  # vLLM before 0.10, SGLang
             error = event
         elif event.get("detail"):  # FastAPI: a text, or a list of what it refused
-            error = {"message": event["detail"]}
+            error = {"message": _refused(event["detail"])}
     if not error:
         return "", ""
     if not isinstance(error, dict):
         return in_words(error), in_words(event.get("error_type"))  # TGI: {"error": text, "error_type": kind}
     code = error.get("code")
     return in_words(error.get("message") or error), in_words(error.get("type") if code is None else code)
+
+
+def _refused(detail: Any) -> str:
+    """FastAPI's list of what it refused in a body, a field a part: `body.messages: Field required`."""
+    if not isinstance(detail, list) or not all(isinstance(one, dict) and one.get("msg") for one in detail):
+        return in_words(detail)
+    places = (one["loc"] if isinstance(one.get("loc"), list) else [] for one in detail)
+    said = (
+        f"{'.'.join(map(in_words, place))}: {in_words(one['msg'])}" for place, one in zip(places, detail, strict=True)
+    )
+    return "; ".join(words.removeprefix(": ") for words in said)
 
 
 def failed(event: JsonObject) -> Chunk | None:

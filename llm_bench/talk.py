@@ -26,6 +26,7 @@ from llm_bench.exchange import (
 )
 from llm_bench.grpc_talk import GrpcPages
 from llm_bench.request import Request
+from llm_bench.statuses import Said
 from llm_bench.targets import Target
 
 PAGE_BYTES = 1 << 24  # of a page; what is longer is no list of models
@@ -40,7 +41,7 @@ def client_of(target: Target, timeouts: Timeouts) -> httpx.Client:
     headers = targets.auth_headers(target)
     if target.dialect.transport == "grpc":
         limits = httpx.Timeout(_answer_s(timeouts), connect=timeouts.connect_s)
-        pages = GrpcPages(target.url, headers, target.cafile, target.cert, target.key or target.cert)
+        pages = GrpcPages(target.name, target.url, headers, target.cafile, target.cert, target.key or target.cert)
         return httpx.Client(transport=pages, timeout=limits, trust_env=False)
     ours = {"User-Agent": "llm-bench", "Accept": "*/*", "Accept-Encoding": "identity"}
     ours["Content-Type"] = "application/json"
@@ -57,7 +58,13 @@ def _answer_s(timeouts: Timeouts) -> float | None:
 
 
 def page(client: httpx.Client, method: str, url: str, limit_s: float) -> tuple[int, bytes]:
-    """Status and body, read for `limit_s` in all. Raises httpx.HTTPError."""
+    """Status and body, as `whole_page`."""
+    said = whole_page(client, method, url, limit_s)
+    return said.status, said.body
+
+
+def whole_page(client: httpx.Client, method: str, url: str, limit_s: float) -> Said:
+    """Read for `limit_s` in all. Raises httpx.HTTPError."""
     begun_s, body = time.monotonic(), b""
     with client.stream(method, url, content=b"{}" if method == "POST" else None, timeout=limit_s) as response:
         for piece in response.iter_bytes():
@@ -65,8 +72,9 @@ def page(client: httpx.Client, method: str, url: str, limit_s: float) -> tuple[i
             if time.monotonic() - begun_s > limit_s:
                 raise httpx.ReadTimeout(f"the answer has not ended after {limit_s:g} s")
             if len(body) > PAGE_BYTES:
-                return response.status_code, b""
-    return response.status_code, body
+                body = b""
+                break
+    return Said(response.status_code, [(name.lower(), value) for name, value in response.headers.raw], body)
 
 
 def ask(

@@ -41,8 +41,11 @@ def probed(target, ready_s=0.2):
 def mistake(target):
     with pytest.raises(TargetError) as caught:
         probed(target)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith("target t: ")
+    assert target.url.partition("://")[2] in said
+    return said
 
 
 def test_the_pages_are_those_of_kserves_http():
@@ -105,10 +108,10 @@ def test_a_call_that_its_server_refuses_is_said_in_its_words_and_no_page_of_http
 def test_a_missing_and_a_wrong_key(api, model, monkeypatch):
     monkeypatch.setenv("GRPC_KEY", "wrong-key")
     with ScriptedGrpc(serve("right-key", MODELS)) as server:
-        assert mistake(target_of(server, api, model)) == (
-            "target t: HTTP 401: it wants a key; name its variable with --key-env"
-        )
-        assert mistake(target_of(server, api, model, key_env="GRPC_KEY")) == "target t: HTTP 401: its key was refused"
+        said = mistake(target_of(server, api, model))
+        assert said.startswith(f"target t: {server.url}/v2/repository/index answers UNAUTHENTICATED: it wants a key; ")
+        assert "name its variable with --key-env" in said
+        assert ": its key was refused; " in mistake(target_of(server, api, model, key_env="GRPC_KEY"))
         monkeypatch.setenv("GRPC_KEY", "right-key")
         assert probed(target_of(server, api, model, key_env="GRPC_KEY")).model == model
 
@@ -143,7 +146,7 @@ def test_a_server_of_http(api, model, pages):
         finally:
             server.shutdown()
             thread.join()
-    assert said.startswith(f"{url} speaks HTTP/1.1, no gRPC: give the port of its gRPC server")
+    assert said.startswith(f"target t: {url} speaks HTTP/1.1, no gRPC: give the port of its gRPC server")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ bodies framing protocol dialect_openai dialect_anthropic dialect_chunks dialect_
 dialect_responses dialect_sglang dialect_tgi dialect_triton dialect_http grpc_frames kserve_messages
 dialect_pooling kserve_tensors dialect_kserve dialect_kserve_grpc dialects plain answer null_target host
 calibration proxy prometheus server_names server_metrics scrape_machine target credentials targets
-grpc_wire grpc_talk talk
+grpc_wire grpc_talk statuses talk
 mistaken pins probe_management probe_prompts probe_events probe scrape plan arms shapes columns records retry
 arrivals connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order measure
 book run windows series outcomes slo metrics decompose energy objectives identities sending facts client

@@ -9,6 +9,7 @@ import ssl
 import threading
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -58,6 +59,7 @@ def refused(target, ready_s=5.0) -> str:
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith("target t: ")
+    assert any(urlsplit(url).netloc in said for url in target.urls)  # where, what was found, what would be right
     assert len(said) < 600
     return said
 
@@ -158,8 +160,9 @@ def test_torchserve_says_of_a_key_that_the_request_is_bad(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "wrong-key-1234")
     refusal = {"code": 400, "type": "InvalidKeyException", "message": "Token Authorization failed."}
     with Scripted(lambda number, seen: body_of(refusal, 400)) as server:
-        assert refused(at(server, "torchserve")).startswith("target t: HTTP 400: it wants a key")
-        assert refused(at(server, "torchserve", key_env="SOME_KEY")) == "target t: HTTP 400: its key was refused"
+        assert "/ping answers HTTP 400: it wants a key" in refused(at(server, "torchserve"))
+        said = refused(at(server, "torchserve", key_env="SOME_KEY"))
+        assert "HTTP 400: its key was refused; correct the value of the variable SOME_KEY (it says: Token" in said
 
 
 @every
@@ -254,7 +257,7 @@ def test_a_server_that_speaks_html(name, status):
         said = refused(at(server, name), ready_s=0.8)
         also = refused(at(server, name, model=MODEL), ready_s=0.8) if status != 502 else ""
     if status == 502:  # a gateway whose server is still starting
-        assert "is not ready after 0.8 s (HTTP 502)" in said
+        assert "is not ready after 0.8 s (HTTP 502, a web page (HTML)" in said
     else:
         assert "a web page (HTML)" in said
         assert f"answers HTTP {status} with a web page (HTML), not {name}" in also
@@ -390,9 +393,102 @@ def test_https_to_a_server_without_it():
 def test_nothing_answers_to_a_guess():
     with Scripted(lambda number, seen: [(0, http_response(404, b"not found"))]) as server:
         said = refused(Target("t", server.url))
-        assert "lists no model (HTTP 404); give --model, or correct the URL" in said
+        assert "lists no model (HTTP 404, it says: not found); give --model, or correct the URL" in said
         assert "answers as" not in said
         assert {seen.method for seen in server.requests} == {"GET"}  # what a stranger's POST would do is not known
+
+
+# What an answer's status and head tell
+
+
+PROXY = b"<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>nginx/1.18.0</body></html>"
+FASTAPI = {"detail": [{"type": "missing", "loc": ["body", "messages"], "msg": "Field required", "input": {}}]}
+# status, head, body -> what is said of it on a page, what of a request
+ANSWERS = {
+    "too many": (429, {"Retry-After": "7"}, {"error": {"message": "slow down"}}, ("Retry-After: 7", "wait 7 s"), ()),
+    "overloaded": (
+        503,
+        {"Retry-After": "Wed, 21 Oct"},
+        {"error": "busy"},
+        None,
+        ("Retry-After: Wed", "wait until Wed"),
+    ),
+    "key": (401, {"WWW-Authenticate": 'Bearer realm="x"'}, {"error": "no"}, ('Bearer realm="x"', "--key-env"), ()),
+    "basic": (401, {"WWW-Authenticate": 'Basic realm="x"'}, {}, ('Basic realm="x"',), ()),
+    "plan": (403, {}, {"error": "not in your plan"}, ("not in your plan", "--key-env"), ()),
+    "method": (405, {"Allow": "PUT"}, {"detail": "Method Not Allowed"}, ("Allow: PUT",), ("is it ",)),
+    "proxy": (407, {"Proxy-Authenticate": "Basic"}, {}, ("--proxy http://USER:PASSWORD@",), ()),
+    "type": (415, {}, {"detail": "Unsupported Media Type"}, ("Unsupported Media Type",), ("is it ",)),
+    "fields": (422, {}, FASTAPI, ("body.messages: Field required",), ("is it ",)),
+    "fault": (500, {}, {"error": "boom"}, ("boom", "its log says more"), ()),
+    "gateway": (502, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "does not reach it")),
+    "late": (504, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "waits no longer")),
+}
+
+
+@pytest.mark.parametrize("what", [what for what, answer in ANSWERS.items() if answer[3] is not None])
+@pytest.mark.parametrize("name", [name for name in OVER_HTTP if DIALECTS[name].site.models])
+def test_a_list_of_models_that_is_refused_says_by_what_and_what_would_be_right(name, what):
+    status, head, body, on_page, _ = ANSWERS[what]
+    answer = http_response(status, body if isinstance(body, bytes) else json.dumps(body).encode(), head)
+    with Scripted([(0, answer)]) as server:
+        said = refused(at(server, name))
+    assert f"HTTP {status}" in said
+    assert [word for word in on_page if word not in said] == []
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+@every
+def test_a_first_request_that_is_refused_says_by_what_and_what_would_be_right(name, what):
+    status, head, body, on_page, on_request = ANSWERS[what]
+    refusal = http_response(status, body if isinstance(body, bytes) else json.dumps(body).encode(), head)
+    good = serve(name)
+
+    def answer(number, seen):
+        own = seen.method == "POST" and "repository" not in seen.path
+        return [(0, refusal)] if own else good(number, seen)
+
+    with Scripted(answer) as server:
+        said = refused(at(server, name))
+    assert f"answers HTTP {status}" in said
+    assert [word for word in (*(on_page or ()), *on_request) if word not in said] == []
+    assert "<html>" not in said
+
+
+def test_a_key_of_another_kind_is_a_header_of_the_target():
+    refusal = http_response(401, b"", {"WWW-Authenticate": 'Basic realm="staff"'})
+    with Scripted([(0, refusal)]) as server:
+        said = refused(at(server, "openai-chat"))
+    assert "it wants Basic and no key; give Authorization in [targets.t.headers] of targets.toml" in said
+
+
+@pytest.mark.parametrize("name", ["openai-chat", "tgi", "anthropic-messages", "sglang"])
+def test_a_redirect_says_which_url_to_give(name):
+    row = DIALECTS[name]
+    base = row.site.base
+
+    def answer(number, seen):
+        return [(0, http_response(308, b"", {"Location": f"https://other.example{seen.path}"}))]
+
+    with Scripted(answer) as server:
+        texts = [refused(at(server, name)), refused(at(server, name, model=MODEL))]
+    for said in texts:
+        assert "HTTP 308" in said
+        assert "Location: https://other.example/" in said
+        assert f"redirects are not followed: give https://other.example{base} as the URL" in said
+
+
+def test_a_redirect_to_what_is_no_url_of_the_protocol_says_what_one_looks_like():
+    good = serve("openai-chat")
+
+    def answer(number, seen):
+        to = {"Location": seen.path + "/"}
+        return [(0, http_response(307, b"", to))] if seen.method == "POST" else good(number, seen)
+
+    with Scripted(answer) as server:
+        said = refused(at(server, "openai-chat"))
+    assert "Location: /v1/chat/completions/" in said
+    assert "redirects are not followed; an openai-chat URL ends in /v1" in said
 
 
 # Builds
