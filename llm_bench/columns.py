@@ -109,7 +109,7 @@ class Cell:
         for piece in self.pieces():
             if piece.choice is not None and piece.choice.any():
                 np.maximum.at(found, np.repeat(piece.rows, np.diff(piece.offsets)), piece.choice + 1)
-        return found
+        return np.asarray(found)
 
     # ---- flat and in due order, for tools and tests that read small cells
 

@@ -12,7 +12,7 @@ from llm_bench.columns import Cell
 from llm_bench.facts import EITHER_WAY, NO_END, TOO_HIGH, TOO_LOW, Effect, Facts, Finding, stopped
 from llm_bench.host_checks import HOST_CHECKS
 from llm_bench.identities import identities
-from llm_bench.metrics import Value
+from llm_bench.metrics import WHOLE, Value
 from llm_bench.outcomes import failures, retried
 from llm_bench.same_work import MAX_RTT_SHARE as MAX_RTT_SHARE
 from llm_bench.same_work import MAX_TOKENS_OFF as MAX_TOKENS_OFF
@@ -268,14 +268,22 @@ def _prompt_tokens(f: Facts) -> Finding | None:
 
 
 def _planned_prompts(f: Facts) -> Finding | None:
-    """Plans stand in for what the server did not count: beside a target that counts, that is another measure."""
+    """Plans stand in for what the server did not count: beside a target that counts, that is another measure.
+
+    A reason to distrust the figures that have prompt tokens in them: where others were asked for, what is unknown is in
+    none of them. Where none was named (a gate asks so), any may be read: `rules.CONCERNS` says which this is about.
+    """
     rows = f.ok & (f.cell["tokens_in"] < 0) & (f.cell["planned_in"] > 0)
-    if single_pass(f.cell) or not rows.any():
+    if single_pass(f.cell) or not rows.any() or (f.values and not any(map(_has_prompts, f.values))):
         return None
     found = (
         f"the server said no prompt tokens for {int(rows.sum())} of {int(f.ok.sum())} requests: planned ones stand in"
     )
     return Finding(found, EITHER_WAY, "Read tokens_per_second, which has none in it, or let it send usage")
+
+
+def _has_prompts(value: Value) -> bool:
+    return value.name in WHOLE and WHOLE[value.name].prompts
 
 
 MAX_REPEATED = 0.01  # of the prompts: traces have a few of one word, which can be told apart by no salt

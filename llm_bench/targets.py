@@ -1,5 +1,6 @@
 """What is measured: names, URLs and targets.toml -> Target, checked; servers of our own."""
 
+import difflib
 import json
 import os
 import re
@@ -147,7 +148,9 @@ def _declared(file: Path) -> dict[str, dict[str, Any]]:
             raise BenchError(f"{file}: targets.{name} is not a table; write [targets.{name}]")
         facts = {key.replace("-", "_"): value for key, value in table.items()}
         if unknown := set(facts) - known:
-            raise BenchError(f"{where} has unknown keys {sorted(unknown)}; known: {sorted(known)}")
+            near = [difflib.get_close_matches(key.lower(), known, 1) for key in sorted(unknown)]
+            meant = f" ({', '.join(key for found in near for key in found)} is near)" if any(near) else ""
+            raise BenchError(f"{where} has unknown keys {sorted(unknown)}{meant}; known: {sorted(known)}")
         for key, value in facts.items():
             _check_fact(where, key, value)
         out[name] = facts
@@ -200,6 +203,7 @@ def _checked(target: Target) -> Target:
     if not target.launch:
         for url in target.urls:
             _check_url(who, url)
+            _check_path(who, target.api, url)
     for name, variable in (("key_env (--key-env)", target.key_env), ("management_key_env", target.management_key_env)):
         if variable and not _VARIABLE.fullmatch(variable):
             raise BenchError(f"{who}: {name} is the NAME of an environment variable, as VLLM_KEY; no key")
@@ -231,8 +235,30 @@ def _checked(target: Target) -> Target:
     return replace(target, url="|".join(target.urls), management=target.management.rstrip("/"))
 
 
+def _check_path(who: str, api: str, url: str) -> None:
+    """Of a URL as documents show it, with the path that requests are sent to, which a protocol adds by itself.
+
+    Of another protocol's path, and of the list of models, only behind the version: a gateway's own may be called so.
+    """
+    own = DIALECTS[api]
+    if not own.path or own.transport == "grpc":  # the whole address is right there, or no path at all
+        return
+    others = {name: row for name, row in DIALECTS.items() if row.site.base and row.transport == own.transport}
+    added = [(api, path, "") for path in (own.path, own.whole_path)]
+    added += [(name, row.path, row.site.base) for name, row in others.items()]
+    added += [(api, own.site.models.partition(" ")[2], own.site.base)] if own.site.base else []
+    for name, path, base in added:
+        found = re.search(f"{re.escape(path).replace(re.escape('{model}'), '[^/]+')}$", url) if path else None
+        if found and url[: found.start()].endswith(base):
+            right = f'url = "{url[: found.start()]}"' + ("" if name == api else f', api = "{name}"')
+            model = ", the model in `model`" if "{model}" in path else ""
+            raise BenchError(f"{who}: {found[0]} is what api {name} adds to a URL by itself; right: {right}{model}")
+
+
 def _check_url(who: str, url: str) -> None:
     """The URL itself is not repeated: what is wrong with it may be a key in it."""
+    if not url:
+        raise BenchError(f"{who}: it has no url; right: url = \"http://host:8000/v1\"")
     if "@" in url:  # it would be stored with the command line and shown in `ps`
         raise BenchError(f"{who}: the URL holds a user or key; name the key's variable: --key-env")
     if "?" in url or "#" in url:

@@ -16,7 +16,7 @@ from llm_bench.recovery_words import fault_lines
 from llm_bench.repeats import Group
 from llm_bench.results import Asked, ClassSheet, Measured, Run, Sheet
 from llm_bench.same_work import Side, agreement, first_line, same_work
-from llm_bench.series import SINGLE_PASS, single_pass
+from llm_bench.series import SINGLE_PASS, due_in, outcome_in, single_pass
 
 _OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
 DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
@@ -141,7 +141,17 @@ def remarks(sheet: Sheet) -> list[str]:
         alike = f"; {DROPS_ALIKE}" if anew > DROPS_SHARE * tried else ""
         lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew{alike}")
     lines += [f"failed: {failure.text}, first: {first_error(failure)}" for failure in sheet.failures]
-    return lines + fault_lines(sheet)
+    return lines + _unknown_prompts(sheet.measured) + fault_lines(sheet)
+
+
+def _unknown_prompts(m: Measured) -> list[str]:
+    """That nobody counted the prompts: no reason to distrust figures without them, and no proof of the work either."""
+    ok = due_in(m.cell, m.window) & outcome_in(m.cell, "ok")
+    rows = int((ok & (m.cell["tokens_in"] < 0) & (m.cell["planned_in"] > 0)).sum())
+    if not rows or single_pass(m.cell):
+        return []
+    whose = f"of {rows} of {int(ok.sum())} requests the server says no prompt tokens"
+    return [f"{whose}: whether they were as long as planned is unknown"]
 
 
 def _interference(name: str, of: ClassSheet) -> list[str]:

@@ -456,6 +456,14 @@ def test_answers_that_come_in_one_read_are_not_held_against_the_ceiling_of_singl
     assert "client limited" in found(at_once, ceiling={"events_per_s": 60, "requests_per_s": 1})
 
 
+@pytest.mark.parametrize(
+    ("names", "doubted"),
+    [((), True), (("ttft_p50", "tokens_per_second"), False), (("ttft_p50", "total_tokens_per_second"), True)],
+)
+def test_prompts_that_nobody_counted_are_a_doubt_of_the_figures_that_have_them_in_it(names, doubted) -> None:
+    assert ("planned prompt tokens" in found(requests(tokens_in=-1), names=names)) is doubted
+
+
 @pytest.mark.parametrize(("choices", "doubted"), [(2, False), (1, True), (3, True), (-1, True)])
 def test_whole_answers_of_several_choices_are_held_against_what_was_asked_of_all(choices: int, doubted: bool) -> None:
     """They have no events that would tell of choices."""

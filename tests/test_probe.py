@@ -13,7 +13,7 @@ from llm_bench.probe import AGREEMENT, RTT_LEAST, RTT_PROBES
 from llm_bench.prompts import Sizer
 from llm_bench.request import Request
 from llm_bench.targets import Target
-from tests.bench import command, environment, rows, trace_file
+from tests.bench import bench, command, environment, rows, trace_file
 from tests.scripted import END, SSE_HEAD, Scripted, Seen, http_response, sse, token
 
 DELAY_MS = 50.0
@@ -231,6 +231,21 @@ def test_a_target_that_counts_no_prompt_tokens_gets_texts_as_long_as_the_others(
     assert (alike["silent"].sizer, alike["silent"].sized) == (Sizer(7.0, 1.0), False)
     assert "prompt tokens are not reported: prompts are as long as those of counts, unchecked" in alike["silent"].notes
     assert probe.sized_alike({"silent": found["silent"]}) == {"silent": found["silent"]}
+
+
+def test_a_target_that_counts_no_prompt_tokens_is_no_doubt_where_no_figure_has_them(tmp_path):
+    with Scripted(counting(False)) as server:
+        ran = bench(server.url, tmp_path, trace_file(tmp_path, rows(20)), "--concurrency", "1")
+    assert ran.rc == 0, ran.err
+    assert "planned prompt tokens" not in {doubt["kind"] for doubt in ran.cell()["doubts"]}
+    said = subprocess.run(
+        command("report", ran.folder, "--format", "markdown"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
+    )
+    assert "requests the server says no prompt tokens: whether they were as long as planned is unknown" in said.stdout
 
 
 def test_of_two_servers_alike_one_that_does_not_count_is_unknown_and_not_different(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 
 from llm_bench import probe, targets
 from llm_bench.bodies import Ask, asked
+from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
 from llm_bench.request import Request
@@ -54,7 +55,7 @@ def test_a_file_declares_targets_and_a_flag_wins_over_it(tmp_path):
         ("[targets.v\n", "not TOML"),
         ("[target.v]\nurl = 'x'\n", r"only tables \[targets.NAME\]"),
         ("[targets]\nv = 3\n", "targets.v is not a table"),
-        ("[targets.v]\nurll = 'http://h/v1'\n", "unknown keys.*urll"),
+        ("[targets.v]\nurll = 'http://h/v1'\n", r"unknown keys \['urll'\] \(url is near\); known: "),
         ("[targets.v]\nurl = 3\n", "url is of type int, expected a text"),
         (
             "[targets.v]\nurl = 'http://h/v1'\nmax_model_len = 'big'\n",
@@ -62,7 +63,7 @@ def test_a_file_declares_targets_and_a_flag_wins_over_it(tmp_path):
         ),
         ("[targets.v]\nurl = 'http://h/v1'\nheaders = { a = \"x\\r\\ny\" }\n", "not one line"),
         ("[targets.v]\nurl = 'ftp://h'\n", "is no URL"),
-        ("[targets.v]\nmodel = 'm'\n", "is no URL"),
+        ("[targets.v]\nmodel = 'm'\n", "target v: it has no url; right: url = "),
         ("[targets.v]\nurl = 'http://h/v1'\nkey_env = 'NOT_SET_ANYWHERE'\n", "NOT_SET_ANYWHERE"),
         ("[targets.v]\nurl = 'http://h/v1'\nmax_model_len = true\n", "max_model_len is of type bool"),
         ("[targets.v]\nurl = 'http://h/v1'\nmax_model_len = -1\n", "max_model_len = -1, expected a whole number, 0"),
@@ -116,6 +117,31 @@ def test_a_url_that_may_hold_a_key_is_refused_and_not_repeated(spec):
     with pytest.raises(BenchError) as caught:
         targets.parse(spec, NONE, {})
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, row in DIALECTS.items() if row.path and row.transport != "grpc"])
+def test_a_url_with_the_path_that_its_protocol_adds_is_told_the_right_one(name):
+    row = DIALECTS[name]
+    for path in filter(None, (row.path_of("m", True), row.path_of("m", False))):
+        base = f"http://host:9{row.site.base}"
+        for url in (base + path, f"http://host:1|{base}{path}/"):
+            with pytest.raises(BenchError) as caught:
+                targets.parse(f"t={url}", NONE, {"api": name})
+            right = f'{path} is what api {name} adds to a URL by itself; right: url = "{base}"'
+            assert str(caught.value).startswith(f"target t: {right}")
+            assert ("the model in `model`" in str(caught.value)) is ("{model}" in row.path)
+        assert targets.parse(f"t={base}", NONE, {"api": name})[0].url == base
+
+
+def test_a_url_with_the_path_of_another_protocol_is_told_which():
+    said = 'right: url = "http://h/v1", api = "openai-completions"'
+    with pytest.raises(BenchError, match=f"^target t: /completions is what api openai-completions adds .*{said}$"):
+        targets.parse("t=http://h/v1/completions", NONE, {})
+    with pytest.raises(BenchError, match='/models is what api openai-chat adds to a URL by itself; right: url = "http'):
+        targets.parse("t=http://h/v1/models", NONE, {})
+    for fine in ("http://h/models", "http://h/messages", "http://h/generate"):  # a gateway's own, maybe
+        assert targets.parse(f"t={fine}", NONE, {})[0].url == fine
+    assert targets.parse("t=http://h/generate", NONE, {"api": "ray-serve"})[0].url == "http://h/generate"
 
 
 def test_a_query_is_refused_with_what_to_do_instead():
