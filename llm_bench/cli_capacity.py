@@ -14,6 +14,7 @@ from llm_bench.options import Deadlines, SloText, check_numbers
 
 if TYPE_CHECKING:
     from llm_bench.capacity_ask import Ask, Demand, Hardware, WhatIf
+    from llm_bench.results import Run
 
 _NUMBER = r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -151,16 +152,40 @@ def capacity(
         raise BenchError(f"{twice[0]}: given twice; expected each run once")
     pairs = [what_if, *(runs or [])] if what_if else []
     assumed, share = _assumed(pairs)
-    ask = _ask(context.params, agreed, utilization if share is None else share)
+    planned_with = utilization if share is None else share
     if what_if:
-        sections = capacity_plan.what_if(assumed, ask)
+        sections = capacity_plan.what_if(assumed, _ask(context.params, agreed, planned_with))
     else:
         found = [results.load_run(Path(path)) for path in runs or [str(results.newest(Path("runs")))]]
-        sections = capacity_plan.plan(found, ask)
+        params = {**context.params, **_declared(context, found)}
+        check_numbers(params, LIMITS)
+        sections = capacity_plan.plan(found, _ask(params, agreed, planned_with))
     terminal.show(capacity_report.render(sections, format))
 
 
 # ---- what is typed
+
+
+def _declared(context: typer.Context, runs: Sequence["Run"]) -> dict[str, Any]:
+    """What the targets of the runs declare of their hardware, for the flags that are not given.
+
+    A target that declares nothing, or another one, leaves that flag as it is: one answer is of one kind of replica.
+    """
+    from llm_bench.accelerators import ACCELERATORS
+
+    targets = [m.cell.header.get("target") or {} for run in runs for m in run.cells]
+    found: dict[str, Any] = {}
+    for name, kind in (("accelerator", str), ("count", int), ("price", str)):
+        values = {value if type(value := target.get(name)) is kind else None for target in targets}
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "DEFAULT" and len(values) == 1 and (value := values.pop()):
+            found[name] = value
+    says_nothing = not context.params["model_config"] and context.params["kv_bytes"] is None
+    if says_nothing or found.get("accelerator", "").strip().upper() not in ACCELERATORS:
+        found.pop("accelerator", None)  # without what a cached token takes, or its memory
+    if "price" in found and not context.params["price_source"]:
+        found["price_source"] = "the target's own declaration"
+    return found
 
 
 def _ask(params: Mapping[str, Any], agreed: Any, utilization: float) -> "Ask":

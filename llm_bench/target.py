@@ -28,6 +28,10 @@ class Target:
     engine_version: str = ""
     precision: str = ""
     image: str = ""  # of the container, best with its digest
+    # What it runs on and costs, for `capacity`: kept with the run, and what its flags say comes first.
+    accelerator: str = ""  # as of capacity's --accelerator; one that its table has not is kept as it is
+    count: int = 0  # accelerators of one replica; 0: not said
+    price: str = ""  # of one accelerator, as 2.50/h
     extra: Mapping[str, Any] = field(default_factory=dict)  # into every request's body
     http: Mapping[str, str] = field(default_factory=dict)  # of api http: what is said and how an answer is read
     cafile: str = ""  # https with a private authority

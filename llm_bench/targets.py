@@ -50,10 +50,12 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 ENGINE_NEEDS = ("torch", "aiohttp", "prometheus_client")
 BUILT_IN_READY_S = 120.0  # importing torch on a busy machine takes tens of seconds
 MAX_MODEL_LEN = 10**8  # ten times the longest context of today
+MAX_COUNT = 4096  # accelerators of one replica, as capacity's --count
 _PORTS = {"http": 80, "https": 443}
 _NAME = re.compile(r"[\w.:\[\]-]+", re.A)  # it becomes part of file names
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110 5.6.2
+_PRICE = re.compile(r"[^\d.]{0,6}(\d+\.?\d*|\.\d+)\s*/\s*h(our)?")  # as `capacity` reads it, of --price
 _VERSION = re.compile(r"/v\d+$")
 _OURS = {"content-length", "transfer-encoding", "connection", "host", "x-request-id"}  # headers that we must decide
 
@@ -163,6 +165,7 @@ _TYPES: dict[str, tuple[type[Any], str]] = {
     "extra": (dict, "a table"),
     "http": (dict, "a table of texts"),
     "max_model_len": (int, f"a whole number, 0 to {MAX_MODEL_LEN}"),
+    "count": (int, f"a whole number, 1 to {MAX_COUNT}"),
     "insecure": (bool, "true or false"),
 }
 
@@ -172,8 +175,11 @@ def _check_fact(where: str, key: str, value: Any) -> None:
     want, words = _TYPES.get(key, (str, "a text"))
     if type(value) is not want:
         raise BenchError(f"{where} {key} is of type {type(value).__name__}, expected {words}")
-    if key == "max_model_len" and not 0 <= int(value) <= MAX_MODEL_LEN:
+    least, most = {"max_model_len": (0, MAX_MODEL_LEN), "count": (1, MAX_COUNT)}.get(key, (0, 0))
+    if most and not least <= int(value) <= most:
         raise BenchError(f"{where} {key} = {value}, expected {words}")
+    if key == "price" and value and not _PRICE.fullmatch(value):
+        raise BenchError(f"{where} price {value!r}: expected an amount an hour such as 2.50/h or $2.50/h")
     if key == "http":
         try:
             check_http(value)
@@ -258,7 +264,7 @@ def _check_path(who: str, api: str, url: str) -> None:
 def _check_url(who: str, url: str) -> None:
     """The URL itself is not repeated: what is wrong with it may be a key in it."""
     if not url:
-        raise BenchError(f"{who}: it has no url; right: url = \"http://host:8000/v1\"")
+        raise BenchError(f'{who}: it has no url; right: url = "http://host:8000/v1"')
     if "@" in url:  # it would be stored with the command line and shown in `ps`
         raise BenchError(f"{who}: the URL holds a user or key; name the key's variable: --key-env")
     if "?" in url or "#" in url:

@@ -223,3 +223,43 @@ def test_every_number_has_its_limits():
     for name in numbers:
         option = "--" + name.replace("_", "-")
         assert option in refused(*WORKED, option, LIMITS[name][0] - 1)
+
+
+def declaring(folder: Path, facts: list[dict[str, Any]]) -> Path:
+    """A sweep whose cells are of targets that declare `facts`, in turn."""
+    import pyarrow as pa
+
+    sweep(folder)
+    for k, path in enumerate(sorted(folder.glob("*.arrow"))):
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
+            header = json.loads((reader.schema.metadata or {})[b"llm_bench"])
+            batches = list(reader)
+            header["target"] |= facts[k % len(facts)]
+            schema = reader.schema.with_metadata({"llm_bench": json.dumps(header)})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+        path.write_bytes(sink.getvalue().to_pybytes())
+    return folder
+
+
+def test_what_a_target_declares_stands_for_flags_that_are_not_given(tmp_path, model):
+    run = declaring(tmp_path / "run", [{"accelerator": "H100", "count": 2, "price": "$2.50/h"}])
+    asked = ("--slo", "ttft_p95<100ms", "--target-rate", 100)
+    given = ("--accelerator", "H100", "--count", 2, "--price", "$2.50/h")
+    given += ("--price-source", "the target's own declaration")
+    assert shown(run, *asked, "--model-config", model) == shown(run, *asked, "--model-config", model, *given)
+    assert "price from: the target's own declaration" in shown(run, *asked)
+    first = shown(run, *asked, "--price", "$9/h")  # a flag comes first
+    assert "price: as given, without a source" in first
+    assert first == shown(run, *asked, "--price", "$9/h", "--count", 2)
+
+
+def test_what_targets_declare_differently_or_not_at_all_is_left_to_the_flags(tmp_path):
+    asked = ("--slo", "ttft_p95<100ms", "--target-rate", 100)
+    for name, facts in {"apart": [{"price": "$1/h"}, {"price": "$2/h"}], "one": [{"price": "$1/h"}, {}]}.items():
+        run = declaring(tmp_path / name, facts)
+        assert "$" not in shown(run, *asked)
+    run = declaring(tmp_path / "unknown", [{"accelerator": "RTX 9", "count": 0}])
+    assert shown(run, *asked) == shown(declaring(tmp_path / "unknown2", [{}]), *asked).replace("unknown2", "unknown")
