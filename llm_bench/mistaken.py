@@ -119,7 +119,7 @@ def of_close(target: Target, why: str) -> str:
 def of_list(client: httpx.Client, target: Target, said: Said) -> str:
     """Of a target that names no model, where one has to be named."""
     _, address = targets.asked_first(target, target.url)
-    found = _found(said)
+    found = _found(target, said)
     if DIALECTS[target.api].site.models:
         where = f"{address} lists no model ({found or 'no list in its answer'})"
     else:
@@ -174,10 +174,10 @@ def of_answer(
     return text
 
 
-def _found(said: Said) -> str:
-    if is_web_page(said.body) and said.status // 100 == 2:
-        return f"HTTP {said.status}, a web page (HTML)"
-    return ", ".join(filter(None, [f"HTTP {said.status}", statuses.told(said)])) if said.status // 100 != 2 else ""
+def _found(target: Target, said: Said) -> str:
+    if said.status // 100 == 2:
+        return f"HTTP {said.status}, a web page (HTML)" if is_web_page(said.body) else ""
+    return ", ".join(filter(None, [statuses.number(target, said.status), statuses.told(said)]))
 
 
 def _right(target: Target) -> str:

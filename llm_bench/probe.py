@@ -361,7 +361,7 @@ def _models(client: httpx.Client, target: Target, ready_s: float, say: Say) -> t
             said_so = talk.whole_page(client, method, address, max(deadline_s - time.monotonic(), 0.1))
             if said_so.status not in _STARTING:
                 break
-            why = ", ".join(filter(None, [f"HTTP {said_so.status}", statuses.told(said_so)]))
+            why = ", ".join(filter(None, [statuses.number(target, said_so.status), statuses.told(said_so)]))
         except httpx.HTTPError as e:
             if said := mistaken.of_tls(target, e):
                 raise TargetError(said) from None
@@ -399,14 +399,14 @@ def _described(client: httpx.Client, target: Target, model: str, models: list[st
     path, read = row.site.described
     address = target.url + path_for(path, model)
     try:
-        status, body = talk.page(client, "GET", address, PAGE_S)
+        status, headers, body = talk.whole_page(client, "GET", address, PAGE_S)
         return read(json_of(body) if status // 100 == 2 else {}, target.extra)
     except httpx.HTTPError as e:
         raise TargetError(f"target {target.name}: {address}: {type(e).__name__}: {e}") from None
     except ValueError as e:
         if status // 100 == 2 and not is_web_page(body):
             raise TargetError(f"target {target.name}: {address}: {e}") from None
-    exchange = Exchange(status=status, ended=COMPLETE, pieces=[body] if body else [])
+    exchange = Exchange(status=status, ended=COMPLETE, headers=list(headers), pieces=[body] if body else [])
     got = answer.read(exchange, row, streamed=False, asked_out=None, pinned=False)
     raise TargetError(mistaken.of_answer(client, target, Ask(model), models, got, exchange, address))
 

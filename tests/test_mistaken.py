@@ -437,6 +437,21 @@ def test_a_list_of_models_that_is_refused_says_by_what_and_what_would_be_right(n
     assert [word for word in on_page if word not in said] == []
 
 
+@pytest.mark.parametrize("name", [name for name in OVER_HTTP if DIALECTS[name].site.described])
+def test_a_models_page_that_is_refused_says_by_what_and_what_would_be_right(name):
+    good = serve(name)
+
+    def answer(number, seen):
+        refusal = body_of({"error": "slow down"}, 429, Retry_After="7")
+        return refusal if seen.path == f"/v2/models/{MODEL}" else good(number, seen)
+
+    with Scripted(answer) as server:
+        said = refused(at(server, name))
+        assert f"{server.url.removesuffix('/v1')}/v2/models/{MODEL} answers HTTP 429 (Retry-After: 7)" in said
+    assert "slow down" in said
+    assert "wait 7 s" in said
+
+
 @pytest.mark.parametrize("what", ANSWERS)
 @every
 def test_a_first_request_that_is_refused_says_by_what_and_what_would_be_right(name, what):
