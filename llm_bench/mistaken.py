@@ -123,7 +123,7 @@ def of_list(client: httpx.Client, target: Target, said: Said) -> str:
     if DIALECTS[target.api].site.models:
         where = f"{address} lists no model ({found or 'no list in its answer'})"
     else:
-        where = f"{target.api} has no list of models" + (f" ({found})" if found else "")
+        where = f"{target.api} has no list of models" + (f", and {address} answers {found}" if found else "")
     by_status = statuses.right(said, address, address.removeprefix(target.url))
     if by_status and by_status != statuses.NOT_FOLLOWED:
         return f"target {target.name}: {where}; {by_status}; or give --model"
