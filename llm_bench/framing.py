@@ -35,6 +35,7 @@ class ChunkedResponse(Response):
         self.on_body = self._pieces.append  # `take` holds this object
 
 
+_AROUND = len(b"data: \n\n")  # the data of an event of one line
 _ERROR_LINE = re.compile(rb"(?:^|[\r\n])error: *([^\r\n]+)")
 
 
@@ -46,9 +47,9 @@ def server_sent(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[
     the stream has failed wherever such a line stands.
     """
     found = events(read_ns, pieces, ends)
+    if sum(map(len, found.data)) + _AROUND * len(found.data) == sum(map(len, pieces)):
+        return found  # nothing but lines of data, as in nearly every stream: to look through them all takes far longer
     body = b"".join(pieces)
-    if b"error:" not in body:  # as in nearly every stream
-        return found
     for said in _ERROR_LINE.findall(body):
         found.names[len(found.data)] = "error"
         found.data.append(b'{"error": %b}' % said if said[:1] == b"{" and said[:8] != b'{"error"' else said)
