@@ -239,7 +239,7 @@ def test_a_target_that_counts_no_prompt_tokens_is_no_doubt_where_no_figure_has_t
     assert ran.rc == 0, ran.err
     assert "planned prompt tokens" not in {doubt["kind"] for doubt in ran.cell()["doubts"]}
     said = subprocess.run(
-        command("report", ran.folder, "--format", "markdown"),
+        command("report", ran.folder, "--format", "md"),
         capture_output=True,
         text=True,
         env=environment(),
