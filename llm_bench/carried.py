@@ -42,8 +42,8 @@ class Carried(NamedTuple):
     served: float | None  # ok answers ended a second (requests_per_second)
     rate: float | None  # answers a second that it is evidence of
     goodput: float | None  # of those due, the ones that met every per-request limit, a second
-    met_share: float | None  # of the ok answers, those that met every per-request limit
     tokens_per_second: float | None
+    tokens_within: float | None  # output tokens of those that are goodput, a second
     tokens_out: float | None  # of a mean ok answer: of those that ended in the window or, where it is short, due in it
     tokens_in: float | None
     cached_share: float | None
@@ -148,7 +148,7 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
     # Those whose tokens are the token rate's; in a window too short for the long ones the short stand for nobody.
     tokens = cell["tokens_out"][ended if window.seconds >= FULL_STAYS * law.stay_s else due]
     limits = agreed.context().limits
-    met = slo.attainment(cell, window, limits, agreed.context()).met if limits else None
+    met = slo.met_in(cell, window, limits, agreed.context()) if limits else None
     offered, served = None if kind == "closed" else figure("arrival_rate"), figure("requests_per_second")
     return Carried(
         run=run.path.name,
@@ -163,9 +163,9 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
         offered=offered,
         served=served,
         rate=_rate(cell, window, offered, served) if window.opened else None,
-        goodput=None if met is None else met / window.seconds,
-        met_share=None if met is None or not due.any() else met / int(due.sum()),
+        goodput=None if met is None else int(met.sum()) / window.seconds,
         tokens_per_second=figure("tokens_per_second"),
+        tokens_within=None if met is None else _tokens_of(cell, met, window),
         tokens_out=float(tokens.mean()) if len(tokens) and (tokens >= 0).all() else None,
         tokens_in=float(known_in.mean()) if len(known_in) and (known_in >= 0).all() else None,
         cached_share=figure("cached_prompt_share"),
@@ -182,6 +182,12 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
         energy=energy.of(cell, window, m.scraped),
         by_client=by_client,
     )
+
+
+def _tokens_of(cell: Cell, rows: np.ndarray, window: Window) -> float | None:
+    """Their output tokens, a second of the window; None where not all are known."""
+    tokens = cell["tokens_out"][rows]
+    return float(tokens.sum()) / window.seconds if (tokens >= 0).all() else None
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -212,6 +212,8 @@ def _refuse_unknown(config: Mapping[str, Any], where: str) -> None:
             continue
         if value in (None, False, 0, [], {}):
             continue
+        if name == "sliding_window_size" and value == config.get("sliding_window"):  # Gemma 2 says it twice
+            continue
         if name in _OTHER_CACHES:
             raise BenchError(f"{where}: {name}: {_OTHER_CACHES[name]}, which is not known here. Give --kv-bytes")
         if _SUSPECT.search(name):
@@ -270,7 +272,10 @@ def _count(config: Mapping[str, Any], names: tuple[str, ...], where: str, least:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**40:
             raise BenchError(f"{where}: {name}: expected a whole number of {least} or more, found {value!r:.60}")
         return value
-    raise BenchError(f"{where}: no {names[0]}; expected the config.json of a transformers model")
+    raise BenchError(
+        f"{where}: no {names[0]}; expected the config.json of a transformers model. Where it leaves out what its class "
+        "has by default, as some multimodal ones do, add the number"
+    )
 
 
 # ---- weights

@@ -224,7 +224,7 @@ def _share(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo) 
     if got.share is None or not got.ess:
         none = "no request that decides it was due in the window"
         if got.hidden:
-            none += f"; of {got.hidden:,} it is hidden (burst delivery or several choices)"
+            none += f"; of {got.hidden:,} it is hidden ({', '.join(got.hidden_by)})"
         return Judged(limit, "UNDECIDED", none, value, None, None, None, 0)
     open_ = got.decided + got.undecided
     low = stats.wilson(got.met / open_ * got.ess, got.ess).low
@@ -238,7 +238,7 @@ def _share(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo) 
     if cut := got.undecided - got.hidden:
         why += f"; {cut:,} cut ones are undecided"
     if got.hidden:
-        why += f"; of {got.hidden:,} it is hidden (burst delivery or several choices)"
+        why += f"; of {got.hidden:,} it is hidden ({', '.join(got.hidden_by)})"
     if verdict == "UNDECIDED" and low < limit.share:
         why += f"; {_more(got.share, limit.share, got.ess, got.decided)}"
     return Judged(limit, verdict, why, value, got.share, low, high, got.decided)

@@ -8,6 +8,7 @@ out. Its own cost is the last line. Beside pages it reads this machine (`scrape_
 import http.client
 import ipaddress
 import json
+import math
 import os
 import select
 import signal
@@ -33,6 +34,7 @@ from llm_bench.targets import Target
 
 EVERY_S = 1.0
 AUTO = "auto"  # in place of a URL: /metrics at the root of each of the target's URLs
+LARGEST_VALUE = 1e300  # of a sample
 LARGEST_PAGE = 16_000_000  # bytes; Ray's page for one small app has 0.6 MB
 READY_S = 15.0  # for the first round: a page a server, asked at once
 SOURCES_MOST = 256
@@ -241,7 +243,9 @@ class _Scraper:
             self.errors += 1
             self._log.write({**line, "error": error[:300]})
             return error
-        line["v"] = {key: value for key, value in found.items() if self._last.get(key) != value and abs(value) < 1e300}
+        # What is no number (NaN, an infinity) is null in the line: the number before it is none of this moment.
+        found = {key: value if abs(value) < LARGEST_VALUE else math.nan for key, value in found.items()}
+        line["v"] = {key: value for key, value in found.items() if self._last.get(key) != value}
         if gone := [key for key in self._last if key not in found]:
             line["gone"] = gone
         self._last, self.known = found, self.known or bool(found)
@@ -365,8 +369,8 @@ def _put_together(names: Sequence[str], every_s: float, lines: Sequence[Mapping[
             errors[k].append(line["error"])
             continue
         for key in line.get("gone", ()):
-            del now[k][key]
-        now[k] |= {str(key): float(value) for key, value in line["v"].items() if value is not None}
+            now[k].pop(key, None)  # files of before have no word of a key that never was a number
+        now[k] |= {str(key): math.nan if value is None else float(value) for key, value in line["v"].items()}
         points[k].append(Point(line["at"] + line["took"] // 2, dict(now[k])))
     sources = [Source(*of) for of in zip(names, points, errors, took, strict=True)]
     cpu_s = end.get("cpu_s")

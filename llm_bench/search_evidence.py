@@ -230,7 +230,7 @@ def judge(limit: Limit, found: Evidence, *, guard: bool = False, again: bool = F
         f"ESS {found.ess:.0f}; {100 * asked:.4g}% asked)"
     )
     if found.open:
-        why += f"; of {found.open:,.0f} more it is not known: cut, or hidden by bursts or several choices"
+        why += f"; of {found.open:,.0f} more it is not known: cut, or hidden (bursts, choices, not streamed, not said)"
     if guard and high >= asked:
         proven = "" if low >= asked else ", not proven"
         return Limited(limit, "MET" if share >= asked else "UNDECIDED", why + proven, low, high)

@@ -30,7 +30,10 @@ class Context:
 NOTHING = Context()
 ONE_STAMP = "one distinct event stamp"  # burst delivery hid the time between tokens
 SEVERAL = "several choices"  # nothing says which of the tokens are whose
-HIDDEN = (ONE_STAMP, SEVERAL)  # there is such a time, and it cannot be known: no limit on it can be called met
+WHOLE, UNSAID = "not streamed", "not said by the server"
+NO_COUNT, NO_FIRST = "tokens unknown", "size of the first event unknown"
+# There is such a time, and it cannot be known: no limit on it can be called met.
+HIDDEN = (ONE_STAMP, SEVERAL, WHOLE, UNSAID, NO_COUNT, NO_FIRST)
 
 
 NO_DEADLINES = "no deadlines were given: --deadlines"
@@ -142,19 +145,19 @@ def _spread(cell: Cell) -> dict[str, np.ndarray]:
     """Why time between tokens does not apply: the reasons of METRICS.md, in the order in which they are counted."""
     return {
         "under 2 tokens": (cell["tokens_out"] >= 0) & (cell["tokens_out"] < 2),
-        "not streamed": cell.counts == 0,
+        WHOLE: cell.counts == 0,
         ONE_STAMP: event(cell, last=True) == event(cell, last=False),
     }
 
 
 def _ttft(cell: Cell, since: str) -> Column:
-    return _column(elapsed_ms(event(cell, last=False), stamp(cell, since)), {"not streamed": cell.counts == 0})
+    return _column(elapsed_ms(event(cell, last=False), stamp(cell, since)), {WHOLE: cell.counts == 0})
 
 
 def _ttfo(cell: Cell, _: Context) -> Column:
     first = stamp(cell, "first_answer_ns")
     values = elapsed_ms(first, stamp(cell, "due_ns"))
-    return _column(values, {"not streamed": cell.counts == 0, "no answer token": np.isnan(first)})
+    return _column(values, {WHOLE: cell.counts == 0, "no answer token": np.isnan(first)})
 
 
 def _e2e(cell: Cell, since: str) -> Column:
@@ -166,14 +169,14 @@ def _decode_ms(cell: Cell) -> np.ndarray:
 
 
 def _tpot(cell: Cell, _: Context) -> Column:
-    why = {"tokens unknown": cell["tokens_out"] < 0, SEVERAL: cell.choices > 1, **_spread(cell)}
+    why = {NO_COUNT: cell["tokens_out"] < 0, SEVERAL: cell.choices > 1, **_spread(cell)}
     return _column(over(_decode_ms(cell), cell["tokens_out"] - 1), why)
 
 
 def _tpot_decode(cell: Cell, _: Context) -> Column:
     first = _first_event_tokens(cell)
     values = over(_decode_ms(cell), cell["tokens_out"] - first)
-    why = {"size of the first event unknown": first == 0, "all tokens in the first event": first >= cell["tokens_out"]}
+    why = {NO_FIRST: first == 0, "all tokens in the first event": first >= cell["tokens_out"]}
     return _column(values, {SEVERAL: cell.choices > 1} | _spread(cell) | why)
 
 
@@ -258,7 +261,7 @@ def _lag_connect(cell: Cell, _: Context) -> Column:
 
 def _normalized(cell: Cell, _: Context) -> Column:
     values = over(_e2e(cell, "due_ns").values, cell["tokens_out"])
-    return _column(values, {"tokens unknown": cell["tokens_out"] < 1, SEVERAL: cell.choices > 1})
+    return _column(values, {NO_COUNT: cell["tokens_out"] < 1, SEVERAL: cell.choices > 1})
 
 
 def _output_speed(cell: Cell, ctx: Context) -> Column:
@@ -267,14 +270,14 @@ def _output_speed(cell: Cell, ctx: Context) -> Column:
 
 
 def _server(name: str) -> Callable[[Cell, Context], Column]:
-    return lambda cell, _: _column(cell[name], {"not said by the server": np.isnan(cell[name])})
+    return lambda cell, _: _column(cell[name], {UNSAID: np.isnan(cell[name])})
 
 
 def _by_deadlines(share: Callable[[Cell, float, float], np.ndarray]) -> Callable[[Cell, Context], Column]:
     def column(cell: Cell, ctx: Context) -> Column:
         if ctx.deadlines is None:
             return _column(np.full(cell.n, np.nan), {NO_DEADLINES: np.ones(cell.n, bool)})
-        why = {"not streamed": cell.counts == 0, SEVERAL: cell.choices > 1}
+        why = {WHOLE: cell.counts == 0, SEVERAL: cell.choices > 1}
         return _column(share(cell, *ctx.deadlines), why)
 
     return column

@@ -8,7 +8,22 @@ import numpy as np
 from llm_bench import stats
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
-from llm_bench.series import HIDDEN, NOTHING, SERIES, Bound, Column, Context, due_in, elapsed_ms, outcome_in, stamp
+from llm_bench.series import (
+    HIDDEN,
+    NO_COUNT,
+    NOTHING,
+    ONE_STAMP,
+    SERIES,
+    SEVERAL,
+    Bound,
+    Column,
+    Context,
+    due_in,
+    elapsed_ms,
+    outcome_in,
+    single_pass,
+    stamp,
+)
 from llm_bench.windows import Window
 
 
@@ -23,29 +38,28 @@ class Attainment(NamedTuple):
     upper: float | None  # were all undecided to meet
     interval: stats.Interval | None  # Wilson on the effective sample size
     each: Mapping[Bound, tuple[int, int]]  # limit -> met, of those it applies to; a failure misses each
-    hidden: int = 0  # of undecided: burst delivery or several choices hide whether they met it
+    hidden: int = 0  # of undecided: what the limit is on exists and is not known
     ess: float = 0.0  # of the interval
+    hidden_by: tuple[str, ...] = ()  # why it is not known, of HIDDEN
 
 
 def attainment(cell: Cell, window: Window, limits: Sequence[Bound], context: Context = NOTHING) -> Attainment:
     """Requests due in the window against per-request limits, all of which each has to meet.
 
-    A limit that does not apply is met. Where there is such a figure and it is hidden (burst delivery, several choices)
-    the request is undecided, unless it breaks another limit. Raises BenchError for an unknown series.
+    A limit that does not apply is met. Where there is such a figure and it is hidden (burst delivery, several choices,
+    an answer that came whole, a server that says nothing of its queue) the request is undecided, unless it breaks
+    another limit. Raises BenchError for an unknown series.
     """
     rows = due_in(cell, window)
     ok, cut = rows & outcome_in(cell, "ok"), rows & outcome_in(cell, "cut_at_end")
     lost = rows & outcome_in(cell, "failed", "dropped")
     met, broken, each, least_ess = ok.copy(), np.zeros(cell.n, bool), {}, np.inf
     could = ok.copy()  # meet all limits, were what is hidden to meet them
+    hidden_by: dict[str, np.ndarray] = {}
     for bound in limits:
-        column = _per_request(cell, bound.series, context)
-        values = column.values
-        hidden = np.logical_or.reduce([column.why.get(reason, np.zeros(cell.n, bool)) for reason in HIDDEN])
-        applies = ~np.isnan(values) | (hidden & (cell["tokens_out"] >= 2))
-        bound_by = cell.among("request_class", bound.of_class) if bound.of_class else np.ones(cell.n, bool)
-        applies &= bound_by
-        fine = np.asarray(WITHIN[bound.op](values, bound.value))
+        values, fine, applies, bound_by, unknown = _against(cell, bound, context)
+        for reason, mine in unknown.items():
+            hidden_by[reason] = hidden_by.get(reason, np.zeros(cell.n, bool)) | (mine & bound_by)
         met &= fine | ~applies
         could &= fine | np.isnan(values) | ~bound_by
         each[bound] = (int((ok & fine & bound_by).sum()), int((ok & applies).sum() + (lost & bound_by).sum()))
@@ -63,7 +77,49 @@ def attainment(cell: Cell, window: Window, limits: Sequence[Bound], context: Con
         least_ess = stats.ess_of(met[judged], share * (1 - share))
     interval = stats.wilson(share * min(least_ess, n), min(least_ess, n)) if share is not None else None
     lower, upper = k / (n + open_), (k + open_) / (n + open_)
-    return Attainment(k, n, open_, share, lower, upper, interval, each, int(hidden_.sum()), float(min(least_ess, n)))
+    why = tuple(reason for reason, mine in hidden_by.items() if (mine & hidden_).any())
+    return Attainment(
+        k, n, open_, share, lower, upper, interval, each, int(hidden_.sum()), float(min(least_ess, n)), why
+    )
+
+
+def met_in(cell: Cell, window: Window, limits: Sequence[Bound], context: Context = NOTHING) -> np.ndarray:
+    """Mask (n,) of the ok requests due in the window that met every limit: those that attainment counts."""
+    met = due_in(cell, window) & outcome_in(cell, "ok")
+    for bound in limits:
+        of = _against(cell, bound, context)
+        met &= of.fine | ~of.applies
+    return np.asarray(met)
+
+
+class _Against(NamedTuple):
+    """Each request against one limit; masks (n,)."""
+
+    values: np.ndarray
+    fine: np.ndarray  # within it
+    applies: np.ndarray  # it binds the request, and there is such a figure, known or not
+    bound_by: np.ndarray  # of its class
+    unknown: Mapping[str, np.ndarray]
+
+
+def _against(cell: Cell, bound: Bound, context: Context) -> _Against:
+    column = _per_request(cell, bound.series, context)
+    values, unknown = column.values, _unknown(cell, column)
+    bound_by = cell.among("request_class", bound.of_class) if bound.of_class else np.ones(cell.n, bool)
+    applies = np.logical_or.reduce([~np.isnan(values), *unknown.values()]) & bound_by
+    return _Against(values, np.asarray(WITHIN[bound.op](values, bound.value)), applies, bound_by, unknown)
+
+
+def _unknown(cell: Cell, column: Column) -> dict[str, np.ndarray]:
+    """By reason of HIDDEN, the requests (n,) that have such a figure, which is not known; the first of each counts."""
+    found, said, passes = {}, np.zeros(cell.n, bool), single_pass(cell)
+    for reason, mask in column.why.items():
+        mine, said = mask & ~said, said | mask
+        if reason in (ONE_STAMP, SEVERAL):
+            mine &= cell["tokens_out"] >= 2
+        if reason in HIDDEN and not (reason == NO_COUNT and passes):  # what is one pass has no tokens to count
+            found[reason] = mine
+    return found
 
 
 def _per_request(cell: Cell, name: str, context: Context) -> Column:

@@ -517,3 +517,28 @@ def test_digits_and_markdown_that_a_name_cannot_break():
     assert "&lt;x>" in text
     assert "v\\|w" in text
     assert "- n m" in text
+
+
+def test_failed_answers_are_taken_off_the_tokens_within_the_limits_once(tmp_path):
+    """Every second of 400 requests fails: the tokens of the others are all within, and cost no more for it."""
+    rows = [
+        r if i % 2 else record(i, 25.0 * i, end=25.0 * i + 1, outcome="failed") for i, r in enumerate(paced(400, 20))
+    ]
+    late = paced(400, 20, slow=lambda i: i % 4)
+    load = {"kind": "open", "rate": 40, "label": "rate=40/s"}
+    for folder, made, tokens, within in (("a", rows, 100, 100), ("b", late, 200, 50)):
+        run = run_of(tmp_path / folder, {f"000-a-{folder}": (made, load)})
+        sections = capacity_plan.plan([run], Ask(slo=parse("ttft_p95<100ms"), prices=Prices(1, 3.6)))
+        (section,) = [s for s in sections if s.key.endswith("loads")]
+        each, good = section.tables[0].rows[0][-2:]
+        assert each == pytest.approx(3.6 / (3600 * tokens) * 1e6, rel=0.1)
+        assert good == pytest.approx(3.6 / (3600 * within) * 1e6, rel=0.1)
+
+
+def paced(n: int, ttft: float, slow: Any = lambda _: False) -> list[Any]:
+    """One every 25 ms, of 5 tokens; the slow ones have their first after 200 ms."""
+    rows = []
+    for i in range(n):
+        first = 25.0 * i + (200 if slow(i) else ttft)
+        rows.append(record(i, 25.0 * i, events=[first + k for k in range(5)]))
+    return rows

@@ -71,8 +71,9 @@ def cell_of(
     given: dict[str, Any] = {
         "run": "run", "target": target, "kind": kind, "even": False, "load": f"c={level:g}", "level": level,
         "state": "stationary", "verdict": verdict, "why": "", "offered": None if kind == "closed" else rate,
-        "served": rate, "rate": rate, "goodput": rate, "met_share": 1.0, "tokens_per_second": 50.0, "tokens_out": 5.0,
-        "tokens_in": 100.0, "cached_share": None, "stay_s": 0.1, "window_s": 10.0, "in_flight": 1.0, "steady": True,
+        "served": rate, "rate": rate, "goodput": rate, "tokens_per_second": 50.0, "tokens_within": 50.0,
+        "tokens_out": 5.0, "tokens_in": 100.0, "cached_share": None, "stay_s": 0.1, "window_s": 10.0,
+        "in_flight": 1.0, "steady": True,
         "ttft_s": None, "tpot_s": None, "wasted": 0.0, "little": "", "doubts": (), "work": "decoding",
     }  # fmt: skip
     return Carried(**(given | parts))
@@ -89,7 +90,8 @@ def test_cells_carry_what_their_records_say(tmp_path):
     assert [c.in_flight for c in (two, four, eight)] == pytest.approx([2, 4, 8], rel=0.02)
     assert (four.tokens_out, four.tokens_in, four.stay_s) == (5, 100, pytest.approx(0.1))
     assert (four.ttft_s, four.tpot_s) == (pytest.approx(0.02), pytest.approx(0.02))
-    assert (four.met_share, eight.met_share, four.wasted, four.work) == (1, 0, 0, "decoding")
+    assert (four.tokens_within, eight.tokens_within) == (pytest.approx(200, rel=0.02), 0)
+    assert (four.wasted, four.work) == (0, "decoding")
     assert four.goodput == pytest.approx(40, rel=0.02)
     assert "Little" in four.little
 
@@ -97,7 +99,7 @@ def test_cells_carry_what_their_records_say(tmp_path):
 def test_without_an_slo_nothing_is_judged_and_nothing_proven(tmp_path):
     cells = evidence(run_of(tmp_path / "r", {"a": (slots(400, 2, 100, 20), closed(2))}), NO_SLO)
     assert (cells[0].verdict, cells[0].why) == ("not judged", "no limit was given")
-    assert (cells[0].goodput, cells[0].met_share) == (None, None)
+    assert (cells[0].goodput, cells[0].tokens_within) == (None, None)
     (found,) = brackets(cells)
     assert (found.low, found.high) == (None, None)
 

@@ -94,6 +94,7 @@ def test_sliding_layers_keep_the_window_or_the_context_whichever_is_shorter():
     (GEMMA3_1B | {"sliding_window_pattern": None, "_sliding_window_pattern": 2}, [512, None] * 13),
     (GEMMA3_1B, ([512] * 5 + [None]) * 4 + [512] * 2),
     (GPT_OSS, [128, None] * 18),
+    (GEMMA2_9B | {"sliding_window_size": 4096}, [4096, None] * 21),  # as published, twice the same
 ])  # fmt: skip
 def test_which_layers_slide_is_each_familys_own_rule(config, windows):
     counted = {w: windows.count(w) for w in set(windows)}
@@ -115,7 +116,7 @@ def test_head_size_is_said_or_derived_and_never_both():
     ("attention_chunk_size", 8192), ("swa_num_key_value_heads", 4), ("num_global_key_value_heads", 2),
     ("linear_key_head_dim", 128), ("ssm_cfg", {"a": 1}), ("attn_layer_period", 8), ("block_configs", [1]),
     ("v_head_dim", 128), ("some_new_kv_trick", 3), ("window_size", 256), ("attention_k_eq_v", True),
-    ("multi_query_group_num", 2),
+    ("multi_query_group_num", 2), ("sliding_window_size", 4096),
 ])  # fmt: skip
 def test_what_may_change_the_cache_and_is_not_understood_is_refused_by_name(field, value):
     with pytest.raises(BenchError, match=field):

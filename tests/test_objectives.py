@@ -1,6 +1,8 @@
 """The SLO grammar refuses what could be meant in two ways; a verdict is given only where the data carry it."""
 
 from contextlib import suppress
+from math import nan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from llm_bench import objectives, windows
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
 from llm_bench.objectives import PRESETS, Slo, judge, parse
+from llm_bench.records import Record
 from llm_bench.series import Bound
 from llm_bench.slo import attainment
 from llm_bench.windows import Window
@@ -154,6 +157,38 @@ def test_a_limit_on_what_burst_delivery_hid_is_neither_met_nor_missed():
     assert "of 500 it is hidden" in found.why
     assert attainment(c, ALL, [Bound("tpot", "<", 50.0)]).hidden == 500
     assert attainment(c, ALL, [Bound("tpot", "<", 50.0), Bound("ttft", "<", 1.0)]).hidden == 0  # missed all the same
+
+
+def whole(i: int, **more: Any) -> Record:
+    return record(i, 10 * i, events=[], end=10 * i + 5, tokens_out=20, **more)
+
+
+@pytest.mark.parametrize(("text", "rows", "why"), [
+    ("ttft_p95<300ms", [whole(i) for i in range(500)], "not streamed"),
+    ("tpot_p95<50ms", [whole(i) for i in range(500)], "not streamed"),
+    ("queue_p95<5ms", [record(i, 10 * i, events=[10 * i, 10 * i + 6]) for i in range(500)], "not said by the server"),
+    ("tpot_decode_p95<5ms", [record(i, 10 * i, events=[10 * i, 10 * i + 6]) for i in range(500)],
+     "size of the first event unknown"),
+])  # fmt: skip
+def test_a_limit_on_what_no_answer_says_is_neither_met_nor_missed(text: str, rows: list[Record], why: str) -> None:
+    (found,) = judge(cell(rows), ALL, parse(text))
+    assert (found.verdict, found.attained) == ("UNDECIDED", None)
+    assert f"of 500 it is hidden ({why})" in found.why
+
+
+def test_a_limit_on_what_some_answers_say_is_decided_by_none_of_the_others():
+    """300 of 600 say 1 ms: the others may have waited for longer."""
+    rows = [record(i, 10 * i, events=[10 * i + 5], server_queue_ms=1.0 if i % 2 else nan) for i in range(600)]
+    (found,) = judge(cell(rows), ALL, parse("queue_p95<5ms"))
+    assert (found.verdict, found.attained) == ("UNDECIDED", 1.0)
+    assert "300 of 300 met" in found.why
+    assert "of 300 it is hidden (not said by the server)" in found.why
+
+
+def test_a_single_pass_has_no_time_between_tokens_to_limit():
+    rows = [record(i, 10 * i, events=[], end=10 * i + 5, tokens_out=-1, asked_out=-1, text_bytes=0) for i in range(500)]
+    assert verdicts(cell(rows), "tpot_p95<50ms") == ["MET"]
+    assert verdicts(cell(rows), "ttft_p95<50ms") == ["UNDECIDED"]  # e2e is what it has
 
 
 def test_a_limit_that_does_not_apply_is_met():

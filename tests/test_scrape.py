@@ -159,6 +159,32 @@ def test_lines_hold_what_changed(tmp_path: Path) -> None:
     assert source.errors == ["TimeoutError"]
 
 
+def test_a_gauge_that_is_no_number_for_a_while_says_nothing_then_and_may_go(tmp_path: Path) -> None:
+    """NaN from the start and gone, a number that becomes NaN and comes back, an infinity."""
+    pages = [b"N", b"1", b"N", b"3", b""]
+
+    def page(n: int, _: object) -> list[tuple[float, bytes]]:
+        value = pages[min(n, len(pages) - 1)].replace(b"N", b"NaN")
+        lines = b"vllm:num_requests_waiting " + value if value else b""
+        others = b"vllm:num_requests_running " + (b"+Inf" if n == 1 else b"2")
+        return [(0, http_response(200, lines + b"\n" + others + b"\n"))]
+
+    path = tmp_path / "x.scrape.jsonl"
+    with Scripted(page) as server:
+        context = beside(target(server.url), Asked(AUTO, 0.1), path, print)
+        context.__enter__()
+        while len(path.read_bytes().splitlines()) < 12:  # two lines a round, one of the host
+            time.sleep(0.05)
+        context.__exit__(None, None, None)
+    points = [p.values for p in read(path).sources[0].points]
+    waiting = [p.get("vllm:num_requests_waiting") for p in points]
+    assert [None if v is None or v != v else v for v in waiting[:5]] == [None, 1.0, None, 3.0, None]
+    assert [v == 2.0 for v in (p["vllm:num_requests_running"] for p in points)][:3] == [True, False, True]
+    figures_ = read(path).figures(0, 2**62)
+    waited = next(iter(figures_.values())).of["waiting"]
+    assert (waited.least, waited.most) == (1.0, 3.0)
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     whole = read(written(tmp_path / "x", LINES)).sources[0].points
     torn = read(written(tmp_path / "y", LINES, '\n{"k": 0, "at": 500, "took": 2, "v": {"a"'))
