@@ -31,6 +31,7 @@ SCRAPE_IT = "rerun with --metrics-url auto"
 class Rule(NamedTuple):
     find: Callable[[Case], Finding | None]
     needs: Callable[[Case], str] = lambda _: ""  # why it cannot be judged, "" where it can
+    unseen: Callable[[Case], str] = lambda _: ""  # why not finding it says nothing, "" where it does
 
 
 class Diagnosis(NamedTuple):
@@ -45,6 +46,10 @@ def diagnose(case: Case) -> Diagnosis:
     unjudged = {kind: why for kind, rule in RULES.items() if (why := rule.needs(case))}
     judged = [kind for kind in RULES if kind not in unjudged]
     findings = {kind: found for kind in judged if (found := RULES[kind].find(case))}
+    for kind in [kind for kind in judged if kind not in findings]:
+        if why := RULES[kind].unseen(case):
+            judged.remove(kind)
+            unjudged[kind] = why
     alone = [kind for kind in findings if kind in CLIENT_ALONE] if CLIENT in findings else []
     if alone:
         calm = untouched(case)
@@ -66,9 +71,16 @@ def _needs_scrape(*wanted: str) -> Callable[[Case], str]:
         if case.server is None:
             return f"the server's metrics were not scraped, or under twice in the window: {SCRAPE_IT}"
         missing = [m for m in wanted if m not in case.server.of]
-        return f"the server's metrics have no {', '.join(missing)}" if missing else ""
+        if missing:
+            return f"the server's metrics have no {', '.join(missing)}"
+        return next(filter(None, (case.fell(m) for m in wanted)), "")
 
     return why
+
+
+def _in_part(metric: str) -> Callable[[Case], str]:
+    """What happened while nobody scraped was not seen."""
+    return lambda case: case.scraped_part(metric)
 
 
 def _needs_ok(case: Case) -> str:
@@ -97,7 +109,9 @@ def _needs_account(case: Case) -> str:
 
 
 def _needs_cache(case: Case) -> str:
-    return "" if cached_share(case) else "the server says nothing of its prefix cache"
+    if cached_share(case):
+        return ""
+    return case.fell("cache_hits") or case.fell("cache_queries") or "the server says nothing of its prefix cache"
 
 
 # ---- symptoms, where no rule above has the cause
@@ -168,9 +182,9 @@ RULES: dict[str, Rule] = {
     CLIENT: Rule(client_limited),
     "network limited": Rule(network_limited, _needs_ok),
     "overload": Rule(overload, _needs_open),
-    "small batches": Rule(small_batches, _needs_scrape("running", "waiting")),
-    "KV memory full": Rule(kv_full, _needs_scrape("kv_usage", "waiting")),
-    "preemption storm": Rule(preemptions, _needs_scrape("preemptions")),
+    "small batches": Rule(small_batches, _needs_scrape("running", "waiting"), _in_part("waiting")),
+    "KV memory full": Rule(kv_full, _needs_scrape("kv_usage", "waiting"), _in_part("kv_usage")),
+    "preemption storm": Rule(preemptions, _needs_scrape("preemptions"), _in_part("preemptions")),
     "out of memory": Rule(out_of_memory),
     "long prefills": Rule(long_prefills, _needs_streams),
     "arrival bursts": Rule(arrival_bursts, _needs_open),

@@ -91,7 +91,8 @@ def hot_replica(case: Case) -> Finding | None:
 def hot_by_metrics(case: Case) -> Finding | None:
     """One of several replicas has far more of the work than its share."""
     wanted = ("generated_tokens", "requests_ended", "running")
-    metric = next((m for m in wanted if all(m in f.of for f in case.replicas.values())), None)
+    told = [{m for m, of in f.of.items() if not of.resets} for f in case.replicas.values()]  # a fallen counter is none
+    metric = next((m for m in wanted if all(m in of for of in told)), None)
     if metric is None or len(case.replicas) < 2:
         return None
     of = {url: f.value(metric) or 0.0 for url, f in case.replicas.items()}

@@ -10,7 +10,7 @@ from llm_bench import diagnose_replicas, grid, printable, scrape
 from llm_bench.decompose import Decomposition, pooled
 from llm_bench.diagnose import Diagnosis, diagnose
 from llm_bench.errors import BenchError
-from llm_bench.evidence import SERVERS, SUREST, Case, Finding, related
+from llm_bench.evidence import FELL, SERVERS, SUREST, Case, Finding, related
 from llm_bench.printable import counted
 from llm_bench.results import Measured, Run
 from llm_bench.server_metrics import Figure, Figures
@@ -227,14 +227,17 @@ def _figure(metric: str, of: Figure, figures: Figures) -> str:
     name = metric.replace("_", " ")
     if of.value is None:
         return f"{name} –"
-    resets = " (server started anew)" if of.resets else ""
+    resets = f" (fell {counted(of.resets, 'time')}: {FELL})" if of.resets else ""
     if unit == "bytes":
         return f"{name} {of.value / 2**30:.3g} GiB"
+    if kind == "counter" and of.resets:
+        return f"{name} –{resets}"
     if kind == "counter" and unit == "s":
         return f"{name} {number(of.value / figures.seconds, '')} cores"
     if kind == "counter":
         return f"{name} {number(of.value, unit)}{words}, {number(of.value / figures.seconds, '')}{words}/s{resets}"
-    most = f", at most {number(of.most, unit)}" if kind == "gauge" and of.most != of.value else ""
+    most = f", at most {number(of.most, unit)}" if kind == "gauge" and of.most is not None else ""
+    most = "" if most.endswith(f" {number(of.value, unit)}") else most
     return f"{name} {number(of.value, unit)}{words}{most}{resets}"
 
 

@@ -13,13 +13,15 @@ from llm_bench.columns import Cell
 from llm_bench.decompose import Decomposition, decompose
 from llm_bench.dialects import DIALECTS
 from llm_bench.energy import Energy, spent
+from llm_bench.printable import counted
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
-from llm_bench.server_metrics import Figures, total
+from llm_bench.server_metrics import LEAST_COVERED, Figures, total
 from llm_bench.windows import Window
 
 LEAST_FLUSHES = 30
 LEAST_BINS = 10  # of anything, before its spread says something
 
+FELL = "the server was started anew, or several answer at this URL"  # of a counter, which never falls by itself
 LEAST_TOKENS = 1.5  # of a mean answer, under which a run was one pass a request, and no decoding
 
 Sure = Literal["sure", "likely", "possible"]
@@ -101,8 +103,25 @@ class Case:
         return metrics.compute(name, self.cell, self.window).value
 
     def said(self, metric: str) -> float | None:
-        """What the server's own metrics say, all replicas together."""
-        return self.server.value(metric) if self.server else None
+        """What the server's own metrics say, all replicas together; None of a counter that fell."""
+        return self.server.value(metric) if self.server and not self.fell(metric) else None
+
+    def fell(self, metric: str) -> str:
+        """Why a counter's increase is not known: it fell between two scrapes; "" where it never did."""
+        found = self.server.of.get(metric) if self.server else None
+        return f"{found.name} fell {counted(found.resets, 'time')}: {FELL}" if found and found.resets else ""
+
+    def scraped_part(self, metric: str) -> str:
+        """Of how much of the window the server's metrics are, where that is not most of it; "" where it is."""
+        if self.server is None or metric not in self.server.of:
+            return ""
+        start_ns = max(self.server.start_ns, self.window.start_ns)
+        seconds = (min(self.server.end_ns, self.window.end_ns) - start_ns) / 1e9
+        if seconds >= LEAST_COVERED * self.window.seconds:
+            return ""
+        return (
+            f"the server's metrics were scraped over {max(seconds, 0):.1f} of the window's {self.window.seconds:.1f} s"
+        )
 
     def most(self, metric: str) -> float | None:
         return self.server.of[metric].most if self.server and metric in self.server.of else None

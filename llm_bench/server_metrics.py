@@ -36,7 +36,7 @@ class Figure(NamedTuple):
     least: float | None = None  # of a gauge
     most: float | None = None
     buckets: tuple[tuple[float, float], ...] = ()  # of a histogram: (upper bound, observations up to it), in its unit
-    resets: int = 0  # times that a counter fell: the server was started anew
+    resets: int = 0  # times that a counter fell: the server was started anew, or several take turns at the URL
 
 
 class Figures(NamedTuple):
@@ -47,6 +47,7 @@ class Figures(NamedTuple):
     end_ns: int
     scrapes: int  # from the one to the other, both counted
     inside: bool  # within the window, and not around it
+    part: bool = False  # of the window only some: scrapes began late, failed, or ended early
 
     @property
     def seconds(self) -> float:
@@ -63,7 +64,7 @@ class Figures(NamedTuple):
 
     def edges(self) -> str:
         """Which part of a window the figures are of, in words."""
-        where = "within" if self.inside else "around"
+        where = "of a part of" if self.part else "within" if self.inside else "around"
         return f"{self.scrapes} scrapes over {self.seconds:.1f} s {where} the window"
 
 
@@ -139,7 +140,7 @@ def figures(points: Sequence[Point], start_ns: int, end_ns: int) -> Figures | No
     around = [*before, *inside, *after]
     if not inside or len(around) < 2:
         return None
-    return _between(around, not before and not after)
+    return _between(around, not before and not after)._replace(part=bool(before or after))
 
 
 def _between(points: Sequence[Point], inside: bool) -> Figures:
@@ -263,6 +264,7 @@ def total(parts: Iterable[Figures]) -> Figures | None:
         max(p.end_ns for p in parts),
         min(p.scrapes for p in parts),
         all(p.inside for p in parts),
+        any(p.part for p in parts),
     )
 
 

@@ -166,23 +166,23 @@ class Guarded(NamedTuple):
         assert bool((self.whole[~self.mine] == self.whole[0]).all()), "a canary is dead"
 
 
-def guarded(values: torch.Tensor) -> Guarded:
-    """The values, rows being what the first dimension counts."""
+def guarded(values: torch.Tensor, gap: int = GAP) -> Guarded:
+    """The values, rows being what the first dimension counts; `gap`: elements between two of them."""
     rows, width = values.shape[0], math.prod(values.shape[1:])
     canary = 12344 if values.is_floating_point() else 77
     # one row more at the end: a broken kernel must hit canaries, not the heap
-    whole = torch.full((GAP + (rows + 1) * (width + GAP),), canary, dtype=values.dtype)
+    whole = torch.full((gap + (rows + 1) * (width + gap),), canary, dtype=values.dtype)
     mine = torch.zeros_like(whole, dtype=torch.bool)
     inner = [math.prod(values.shape[i + 1 :]) for i in range(1, values.ndim)]
-    place = ((rows, *values.shape[1:]), (width + GAP, *inner), GAP)
+    place = ((rows, *values.shape[1:]), (width + gap, *inner), gap)
     whole.as_strided(*place).copy_(values)
     mine.as_strided(*place).fill_(True)
     return Guarded(whole.as_strided(*place), whole, mine)
 
 
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Guarded:
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32, gap: int = GAP) -> Guarded:
     """A place for results that hold NaN until they are written."""
-    return guarded(torch.full(shape, math.nan, dtype=dtype))
+    return guarded(torch.full(shape, math.nan, dtype=dtype), gap)
 
 
 def assert_close(found: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> None:

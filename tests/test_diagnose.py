@@ -606,6 +606,45 @@ def test_without_a_scrape_what_needs_one_is_not_judged() -> None:
     assert "rerun with --metrics-url auto" in found.unjudged["small batches"]
 
 
+@pytest.mark.parametrize("kind", ["preemption storm", "cache effects"])
+def test_a_counter_that_fell_is_not_judged_by_its_increase(kind: str) -> None:
+    """As two servers make it that take turns at one URL: 1,000 preemptions of the one, then 3 of the other."""
+    of = case(healthy(), {"preemptions": 7000.0, "cache_hits": 9e6, "cache_queries": 1e7})
+    assert "preemption storm" in diagnose(of).findings
+    (figures,) = of.replicas.values()
+    fallen = {m: f._replace(resets=7 * (METRICS_OF[m].kind == "counter")) for m, f in figures.of.items()}
+    found = diagnose(dataclasses.replace(of, replicas={"http://a/metrics": figures._replace(of=fallen)}))
+    assert found.findings == {}
+    assert "fell 7 times: the server was started anew, or several answer at this URL" in found.unjudged[kind]
+    assert "small batches" in found.judged  # gauges do not fall
+
+
+def test_replicas_whose_counters_fell_are_compared_by_what_runs() -> None:
+    of = case(healthy(), {})
+    a = scraped(**(CALM | {"generated_tokens": 9000.0}))
+    fallen = a._replace(of=a.of | {"generated_tokens": a.of["generated_tokens"]._replace(resets=1)})
+    pair = dataclasses.replace(of, replicas={"http://a": fallen, "http://b": scraped(**CALM)})
+    assert diagnose(pair).findings == {}
+    hot = dataclasses.replace(of, replicas={"http://a": a, "http://b": scraped(**CALM)})
+    assert list(diagnose(hot).findings) == ["hot replica"]
+
+
+def test_nothing_seen_in_a_part_of_the_window_is_not_nothing_found() -> None:
+    """Scrapes of the first 4 s: what they show is told, and what they do not show is not ruled out."""
+
+    def short(of: Case) -> Case:
+        (figures,) = of.replicas.values()
+        part = figures._replace(end_ns=of.window.start_ns + 4_000_000_000)
+        return dataclasses.replace(of, replicas={"http://a/metrics": part})
+
+    found = diagnose(short(case(healthy(), {})))
+    assert found.findings == {}
+    for kind in ("small batches", "KV memory full", "preemption storm"):
+        assert "scraped over 4.0 of the window's 9." in found.unjudged[kind]
+        assert kind not in found.judged
+    assert "preemption storm" in diagnose(short(storm())).findings
+
+
 def test_a_cell_without_an_ok_request_is_judged_by_what_there_is() -> None:
     failed = cell([record(i, 100 * i, outcome="failed", error="HTTP 500: x") for i in range(50)], load=OPEN)
     found = diagnose(case(failed))

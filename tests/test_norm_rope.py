@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from tests.dense_kernels import (
+    GAP,
     Mutation,
     assert_caught,
     assert_close,
@@ -34,7 +35,7 @@ def check_norm(module: ModuleType, size: int = 96, dtype: torch.dtype = torch.fl
     x, weight, out = (
         guarded(5 * random(3, size, dtype=dtype)),
         random(size, dtype=dtype),
-        poisoned(3, size, dtype=dtype),
+        poisoned(3, size, dtype=dtype, gap=GAP + 4),
     )
     with only_read(x.whole, weight):
         assert module.rms_norm(x.view, weight, EPS, out.view) is out.view
@@ -43,8 +44,9 @@ def check_norm(module: ModuleType, size: int = 96, dtype: torch.dtype = torch.fl
 
 
 def check_add(module: ModuleType, size: int = 96, dtype: torch.dtype = torch.float32) -> None:
-    x, residual = guarded(random(3, size, dtype=dtype)), guarded(3 * random(3, size, dtype=dtype, seed=1))
-    weight, out = random(size, dtype=dtype), poisoned(3, size, dtype=dtype)
+    # Three strides: each is its own tensor's.
+    x, residual = guarded(random(3, size, dtype=dtype)), guarded(3 * random(3, size, dtype=dtype, seed=1), GAP + 2)
+    weight, out = random(size, dtype=dtype), poisoned(3, size, dtype=dtype, gap=GAP + 4)
     total, right = reference_dense.add_rms_norm(x.view, residual.view, weight, EPS)
     with only_read(x.whole, weight):
         module.add_rms_norm(x.view, residual.view, weight, EPS, out.view)
@@ -105,6 +107,7 @@ def test_the_sum_is_stored_and_what_was_stored_is_normed(size: int, dtype: torch
         (96, (4, 2), torch.float16),
         (2, (1, 1), torch.float32),
         (64, (33, 1), torch.float32),
+        (64, (32, 2), torch.float32),  # the queries fill their programs, the keys have one of their own
     ],
 )
 def test_queries_and_keys_are_normed_and_rotated_and_values_are_left(
@@ -191,7 +194,10 @@ MUTATIONS = [
     Mutation("/ size + eps", "/ BLOCK + eps", check_norm),
     Mutation("/ size + eps", "/ size", lambda m: check_tiny(m)),
     Mutation("x + row * x_stride", "x + row * size", check_norm),
-    Mutation("out + row * out_stride", "out + row * x_stride - 1", check_norm),
+    Mutation("out + row * out_stride", "out + row * x_stride", check_norm),
+    Mutation("residual.stride(0), out.stride(0)", "x.stride(0), out.stride(0)", check_add),
+    Mutation("residual.stride(0), out.stride(0)", "residual.stride(0), x.stride(0)", check_add),
+    Mutation("blocks(query_heads + kv_heads, tile)", "blocks(query_heads, tile)", lambda m: check_rope(m, 64, (32, 2))),
     Mutation(
         "values * scale * tl.load(weight + columns", "values * scale * tl.load(weight + size - 1 - columns", check_norm
     ),

@@ -101,6 +101,9 @@ def test_the_span_is_inside_the_window_where_that_covers_it_and_else_around_it()
     assert around is not None
     assert (around.start_ns, around.end_ns, around.inside) == (2 * S, 4 * S, False)
     assert "around the window" in around.edges()
+    ended = figures(points[:5], round(2.5 * S), round(8.5 * S))
+    assert ended is not None
+    assert ended.edges() == "3 scrapes over 2.0 s of a part of the window"
     assert figures(points[:1], 0, S) is None
     assert figures(points, 20 * S, 30 * S) is None
 
