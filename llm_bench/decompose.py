@@ -145,11 +145,17 @@ def _before_decode(cell: Cell, ok: np.ndarray, scraped: Figures | None) -> list[
     prefill = prefill_account(cell, ok, scraped)
     if queue.ms is None and prefill.ms is None and both.ms is not None:
         return [Part("queue and prefill", both.ms, both.source)]
-    silent = "the server says nothing of it: no answers that do, and no histogram that was scraped"
     return [
-        Part(name, of.ms, of.source, "" if of.ms is not None else silent)
+        Part(name, of.ms, of.source, "" if of.ms is not None else _silent(name, scraped))
         for name, of in (("queue", queue), ("prefill", prefill))
     ]
+
+
+def _silent(name: str, scraped: Figures | None) -> str:
+    figure = scraped.of.get(f"{name}_time") if scraped else None
+    if figure is not None and figure.resets:
+        return figure.fell
+    return "the server says nothing of it: no answers that do, and no histogram that was scraped"
 
 
 def _notes(cell: Cell, window: Window, scraped: Figures | None) -> list[str]:

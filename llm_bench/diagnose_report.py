@@ -10,10 +10,10 @@ from llm_bench import diagnose_replicas, grid, printable, scrape
 from llm_bench.decompose import Decomposition, pooled
 from llm_bench.diagnose import Diagnosis, diagnose
 from llm_bench.errors import BenchError
-from llm_bench.evidence import FELL, SERVERS, SUREST, Case, Finding, related
+from llm_bench.evidence import SERVERS, SUREST, Case, Finding, related
 from llm_bench.printable import counted
 from llm_bench.results import Measured, Run
-from llm_bench.server_metrics import Figure, Figures
+from llm_bench.server_metrics import FELL, Figure, Figures
 from llm_bench.server_names import METRICS_OF
 from llm_bench.words import number
 
@@ -198,8 +198,9 @@ def _figures(case: Case) -> list[str]:
     lines = [diagnose_replicas.text(of) for of in diagnose_replicas.of_urls(case)]
     for figures in (case.server, case.host, case.gpu):
         shown = [_figure(name, of, figures) for name, of in figures.of.items()] if figures else []
-        if shown:
+        if shown and figures:
             lines.append(", ".join(shown))
+            lines += [f"what fell is a counter: {FELL}"] if any(of.resets for of in figures.of.values()) else []
     if batch := _mean_batch(case):
         lines.append(batch)
     return [*lines, case.energy.text] if case.energy else lines
@@ -227,18 +228,17 @@ def _figure(metric: str, of: Figure, figures: Figures) -> str:
     name = metric.replace("_", " ")
     if of.value is None:
         return f"{name} –"
-    resets = f" (fell {counted(of.resets, 'time')}: {FELL})" if of.resets else ""
+    if of.resets:
+        return f"{name} – (fell {counted(of.resets, 'time')})"
     if unit == "bytes":
         return f"{name} {of.value / 2**30:.3g} GiB"
-    if kind == "counter" and of.resets:
-        return f"{name} –{resets}"
     if kind == "counter" and unit == "s":
         return f"{name} {number(of.value / figures.seconds, '')} cores"
     if kind == "counter":
-        return f"{name} {number(of.value, unit)}{words}, {number(of.value / figures.seconds, '')}{words}/s{resets}"
+        return f"{name} {number(of.value, unit)}{words}, {number(of.value / figures.seconds, '')}{words}/s"
     most = f", at most {number(of.most, unit)}" if kind == "gauge" and of.most is not None else ""
     most = "" if most.endswith(f" {number(of.value, unit)}") else most
-    return f"{name} {number(of.value, unit)}{words}{most}{resets}"
+    return f"{name} {number(of.value, unit)}{words}{most}"
 
 
 def _rest(of: Sequence[Diagnosis]) -> list[str]:

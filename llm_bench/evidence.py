@@ -13,7 +13,6 @@ from llm_bench.columns import Cell
 from llm_bench.decompose import Decomposition, decompose
 from llm_bench.dialects import DIALECTS
 from llm_bench.energy import Energy, spent
-from llm_bench.printable import counted
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
 from llm_bench.server_metrics import LEAST_COVERED, Figures, total
 from llm_bench.windows import Window
@@ -21,7 +20,6 @@ from llm_bench.windows import Window
 LEAST_FLUSHES = 30
 LEAST_BINS = 10  # of anything, before its spread says something
 
-FELL = "the server was started anew, or several answer at this URL"  # of a counter, which never falls by itself
 LEAST_TOKENS = 1.5  # of a mean answer, under which a run was one pass a request, and no decoding
 
 Sure = Literal["sure", "likely", "possible"]
@@ -109,7 +107,7 @@ class Case:
     def fell(self, metric: str) -> str:
         """Why a counter's increase is not known: it fell between two scrapes; "" where it never did."""
         found = self.server.of.get(metric) if self.server else None
-        return f"{found.name} fell {counted(found.resets, 'time')}: {FELL}" if found and found.resets else ""
+        return found.fell if found else ""
 
     def scraped_part(self, metric: str) -> str:
         """Of how much of the window the server's metrics are, where that is not most of it; "" where it is."""

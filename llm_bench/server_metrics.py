@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from llm_bench import prometheus
+from llm_bench.printable import counted
 from llm_bench.server_names import CONFIGS, METRICS_OF, WANTED
 
+FELL = "the server was started anew, or several answer at this URL"  # of a counter, which never falls by itself
 LEAST_COVERED = 2 / 3  # of a window, by the scrapes inside it; below that those around it are taken
 
 
@@ -37,6 +39,11 @@ class Figure(NamedTuple):
     most: float | None = None
     buckets: tuple[tuple[float, float], ...] = ()  # of a histogram: (upper bound, observations up to it), in its unit
     resets: int = 0  # times that a counter fell: the server was started anew, or several take turns at the URL
+
+    @property
+    def fell(self) -> str:
+        """Why an increase is not known, in words; "" where the counter never fell."""
+        return f"{self.name} fell {counted(self.resets, 'time')}: {FELL}" if self.resets else ""
 
 
 class Figures(NamedTuple):

@@ -1,7 +1,7 @@
 """Every program of a step reads what it must and nothing else; steps of an engine attend to what was written before."""
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.dense_kernels import Mutation, assert_caught, needs_triton
 from tests.dense_kernels import few_programs as few_programs
 
 # isort: split
-from kernels import attention_api
+from kernels import attention_api, reference
 from kernels.attention_api import Tile, attend, lay_out, plan, tiles_for, write
 
 pytestmark = pytest.mark.engine
@@ -178,6 +178,20 @@ def test_tiles_hold_heads_of_512_bytes(dtype: torch.dtype) -> None:
         tiles_for(dtype, largest + 1, "cpu")
 
 
+@pytest.mark.parametrize(("kib", "stages"), [(227, 3), (200, 3), (163, 2), (99, 2)])
+def test_the_tile_of_a_gpu_goes_by_its_shared_memory(kib: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    has = SimpleNamespace(shared_memory_per_block=48 * 1024, shared_memory_per_block_optin=kib * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: has)
+    assert tiles_for(torch.bfloat16, 128, "cuda")["many"].stages == stages
+
+
+@pytest.mark.parametrize(("count", "name"), [(1, "few"), (4, "few"), (5, "many"), (16, "many")])
+def test_few_are_those_whose_queries_and_heads_are_one_tile(count: int, name: str) -> None:
+    tiles = {"few": Tile(16, 16, 16), "many": Tile(64, 16, 64)}  # four query heads a KV head: four queries fit 16 rows
+    ((tile, _),) = plan([count], [40], 4, tiles=tiles).launches
+    assert tile == tiles[name]
+
+
 # Steps as an engine would make them, counts and tokens computed before: of the last one the result is asked for.
 ROUNDS = {
     "a prompt": [([5], [0])],
@@ -233,3 +247,16 @@ def test_a_pool_of_integers_is_read_with_the_scales_it_was_written_with() -> Non
     attend(step, pool, qkv, out, scales)
     error = (out - attended(qkv.double(), 6, 2, 0)).abs().max()
     assert 0 < error < 0.05  # half of 1/127 of the largest of 16 normal values, in keys and in values
+
+
+@needs_triton
+@pytest.mark.parametrize("asked", [{"scale": 0.9}, {"soft_cap": 0.7}])
+def test_scores_are_scaled_and_capped_as_asked(asked: dict[str, float]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    pool, out = torch.zeros(2, 3, 2, 4, 16), torch.empty(6, 4, 16)
+    step = lay_out([6], [0], [[2, 1]], 4, 2, SMALL, "cpu")
+    qkv = torch.randn(6, 8, 16, generator=draw)
+    write(step, pool, qkv)
+    attend(step, pool, qkv, out, **asked)
+    right = reference.paged_attention(qkv[:, :4].double(), *pool.double(), step.tables, [6], [6], **asked)
+    assert (out - right).abs().max() < 1e-5

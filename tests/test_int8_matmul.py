@@ -111,6 +111,16 @@ def test_a_row_is_the_same_in_any_batch() -> None:
         assert torch.equal(int8_matmul.int8_matmul(x[row : row + 1], weight, scale), together[row : row + 1])
 
 
+def test_invariant_sums_are_of_one_program_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that one row tile does not fill and two do, K would be split for the one and not for the other."""
+    monkeypatch.setattr(int8_matmul, "PROGRAMS", 2)
+    x, weight, scale = random(65, 1024), integers(40, 1024), torch.rand(40)
+    together = int8_matmul.int8_matmul(x, weight, scale)
+    assert torch.equal(int8_matmul.int8_matmul(x[:1], weight, scale), together[:1])
+    alone = int8_matmul.int8_matmul(x[:1], weight, scale, invariant=False)
+    assert not torch.equal(alone, together[:1])  # so it would be seen
+
+
 def test_quantised_weights_are_off_by_half_a_step_at_most() -> None:
     weight = random(40, 96)
     weight[7] = 0

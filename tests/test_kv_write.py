@@ -149,6 +149,20 @@ def test_what_is_read_back_is_what_was_written_up_to_half_a_step(stored: torch.d
     assert bool((error <= half * scale * 1.0001 + 1e-30).all())
 
 
+@pytest.mark.parametrize("stored", [torch.int8, FP8])
+def test_what_a_scale_cannot_be_small_enough_for_is_the_largest_number(stored: torch.dtype) -> None:
+    """Of the least numbers of float32 a 127th (or 448th) is one of the two nearest, and no quotient by it may pass."""
+    case = Case([3], kv_heads=1, dim=16, stored=stored)
+    found, right = pages(case), pages(case)
+    new = torch.linspace(-1, 1, 16).sign()[None, None] * 190 * 2.0**-149 * (1 if stored == torch.int8 else 3)
+    kv_write.kv_write(new, new, slots=torch.tensor([3]), **found.arguments(True))
+    for kind in range(2):
+        reference.kv_write(new, right.pool[kind, 1:4], [3], right.scales[kind, 1:4])
+    assert torch.equal(found.scales, right.scales)
+    assert torch.equal(found.pool.float(), right.pool.float())
+    assert found.pool[0, 1, 0, 3].float().abs().max() == LARGEST[stored]
+
+
 def test_a_slot_may_be_of_64_bits() -> None:
     case = Case([9])
     made, (new_keys, new_values) = pages(case), rows(case)
@@ -164,6 +178,17 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "heads": (lambda a: {"keys": a["keys"][:, :1]}, r"keys is \[3, 1, 8, 64\]; would be right: \[3, 2, 8, 64\]"),
     "other pages": (lambda a: {"keys": a["keys"].half()}, "keys is float16; would be right: float32"),
     "page strides": (lambda a: {"values": a["values"].mT.contiguous().mT}, "values has stride"),
+    "values' pages": (
+        lambda a: {"values": a["values"].transpose(1, 2).contiguous().transpose(1, 2)},
+        "values has strides",
+    ),
+    "scales apart": (
+        lambda a: (
+            {name: a[name].to(torch.int8) for name in ("keys", "values")}
+            | {f"{name}_scales": torch.ones(3, 4, 8)[:, ::2] for name in ("key", "value")}
+        ),
+        "key_scales has strides .*; would be right: contiguous",
+    ),
     "slots": (lambda a: {"slots": a["slots"][:1]}, r"slots is \[1\]; would be right: \[2\]"),
     "slots' dtype": (lambda a: {"slots": a["slots"].float()}, "slots is float32; would be right: int32 or int64"),
     "elsewhere": (lambda a: {"slots": a["slots"].to("meta")}, "slots is on meta"),

@@ -228,6 +228,18 @@ def test_a_sequence_has_the_same_bits_in_any_batch(k: int, order: list[int]) -> 
     assert torch.equal(attended([k])[0], attended(order)[order.index(k)])
 
 
+def test_small_values_of_integers_are_mixed_in_a_type_that_has_them() -> None:
+    """A weight times a scale of 1e-6 is nothing that float16 has many digits of; the result is."""
+    case = Case([1], [60], stored=torch.int8, dtype=torch.float16)
+    made = make(case)
+    made.scales["value_scales"].mul_(2**-13)
+    found = run(case, made).double()
+    right = reference.paged_attention(
+        made.query.double(), made.keys, made.values, made.tables, case.counts, case.lengths, **made.scales
+    )
+    assert (found - right).abs().max() <= 1e-2 * right.abs().max()
+
+
 def test_an_empty_batch_launches_nothing() -> None:
     case = Case([], [])
     assert laid_out(case).launches == ()
