@@ -95,7 +95,11 @@ def test_an_unmeasured_round_trip_is_unknown() -> None:
 def test_a_server_that_was_restarted_gives_no_mean() -> None:
     figures = scraped(queue_time=20.0)
     torn = figures._replace(of={"queue_time": figures.of["queue_time"]._replace(resets=1)})
-    assert parts(requests(), torn).ms("queue") is None
+    found = parts(requests(), torn)
+    assert found.ms("queue") is None
+    assert {p.name: p.why for p in found.parts}["queue"] == (
+        "vllm:queue_time_seconds fell 1 time: the server was started anew, or several answer at this URL"
+    )
 
 
 def test_no_ok_request_is_no_decomposition() -> None:

@@ -149,6 +149,7 @@ def test_what_is_read_back_is_what_was_written_up_to_half_a_step(stored: torch.d
     assert bool((error <= half * scale * 1.0001 + 1e-30).all())
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU may take numbers below the normal ones for 0")
 @pytest.mark.parametrize("stored", [torch.int8, FP8])
 def test_what_a_scale_cannot_be_small_enough_for_is_the_largest_number(stored: torch.dtype) -> None:
     """Of the least numbers of float32 a 127th (or 448th) is one of the two nearest, and no quotient by it may pass."""
