@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from reference_engine.config import EngineConfig
 SWITCH_S = 0.0005
 SPINS = "10000"  # of a waiting compute thread, some tens of microseconds: two threads at c = 8 made 3% more by it
 DRAIN_POLL_S = 0.02
+MOST_FILES = 65_536  # open ones: a connection is one
 COMPUTED = ("dtype", "device", "cpu_kernels", "graphs", "quantization", "kv_cache_dtype")  # knobs of what computes
 
 
@@ -61,6 +63,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 stopped when told to, 1 the engine failed, 2 usage."""
     closed = _hold_standard_files()
+    _allow_files()
     options = arguments().parse_args(argv)
     if 1 in closed:
         return _usage("standard output is closed; would be right: open, for it is told where the server listens")
@@ -251,6 +254,14 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> No
             pass
     with suppress(RuntimeError):  # the loop has ended before it
         loop.call_soon_threadsafe(end)
+
+
+def _allow_files() -> None:
+    """As many connections as may be: shells commonly allow a process 1,024 files and let it have more if it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _hold_standard_files() -> list[int]:

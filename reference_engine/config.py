@@ -7,6 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MOST_INSTANCES = 256  # threads
+MOST_CLIENT_S = 86_400  # the kernel counts it in ms of 32 bits
 MOST_THREADS = 1024  # OpenMP ends the process where the machine does not give as many as it asks for
 POOLINGS = ("mean", "last")  # of all tokens' hidden states, or the last token's, which saw all
 
@@ -59,6 +60,9 @@ class EngineConfig:
     policy: str = knob("fcfs", "who is served first: fcfs | priority | fair (by the client that `user` names)")
     max_queue: int = knob(0, "most sequences that wait for a seat, later ones get 429; 0: no limit")
     queue_timeout: int = knob(0, "seconds in the queue until 503; 0: no limit")
+    client_timeout: int = knob(
+        75, "seconds for a request's head, for its body, for reading on, and until the next on a kept connection"
+    )
     drain_timeout: int = knob(30, "seconds that requests in flight have to end after SIGTERM")
     threads: int = knob(0, "threads that compute; 0: one less than there are cores")
     seed: int = knob(0, "of random weights and of requests that bring none")
@@ -90,6 +94,8 @@ class EngineConfig:
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold} and chunked prefill is off; "
                 "would be right: 0, or chunked prefill"
             )
+        if self.client_timeout > MOST_CLIENT_S:
+            raise ValueError(f"client_timeout is {self.client_timeout}; would be right: 1 to {MOST_CLIENT_S}")
         if self.instances > MOST_INSTANCES:
             raise ValueError(f"instances is {self.instances}; would be right: 1 to {MOST_INSTANCES}")
         if self.threads > MOST_THREADS:

@@ -14,7 +14,6 @@ MAX_BODY_BYTES = 16 * 2**20  # a long context's token ids as JSON are about 8 by
 WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}  # of Content-Encoding
 CHARS_A_TOKEN = 128  # no token of a text is longer: a prompt of more characters need not be tokenised to be refused
 LONG_TEXT = 4096  # characters; above, tokenising takes ms and would stall every stream: it goes to a thread
-BODY_S = 60.0  # that a body may take to come
 LONGEST_REQUEST_ID = 128  # it stands in every event of its answer
 
 
@@ -25,14 +24,15 @@ def own_id(request: web.Request) -> str:
 
 
 async def data_of(request: web.Request) -> bytes:
-    """The body, unpacked. Raises ApiError, or aiohttp's 413."""
+    """The body, unpacked. Raises ApiError, or aiohttp's 413. It has as long to come as a head has, see `listen`."""
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise _too_large(f"{request.content_length} bytes")
+    limit_s = request.protocol.keepalive_timeout
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(limit_s):
             data = await request.read()
     except TimeoutError as error:
-        raise ApiError(408, f"the body took longer than {BODY_S:g} s") from error
+        raise ApiError(408, f"the body took longer than {limit_s:g} s") from error
     except (ClientPayloadError, HttpProcessingError, web.RequestPayloadError) as error:
         raise ApiError(400, f"the body cannot be read: {error}") from error
     packing = request.headers.get("Content-Encoding", "identity").strip().lower()

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import logging
 import math
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -102,6 +103,9 @@ class Server:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Key, request id, and every refusal as an error object: OpenAI's, or KServe's below /v2."""
         said = kserve.error_body if request.path.startswith("/v2") else error_body
+        if request.transport and (sock := request.transport.get_extra_info("socket")) is not None:
+            # Who reads nothing for so long is cut off by the kernel: we wait for no reader, and would keep his answer.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self.engine.config.client_timeout * 1000)
         try:
             self._check_key(request)
             response = await handler(request)
@@ -406,12 +410,16 @@ def _not_a_strangers(record: logging.LogRecord) -> bool:
 
 
 async def listen(server: Server, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Start to accept; (runner to clean up, port that was bound). A client that leaves cancels its handler."""
+    """Start to accept; (runner to clean up, port that was bound). A client that leaves cancels its handler.
+
+    aiohttp's keep-alive time-out runs from a connection's start and from an answer's end until the next head is whole.
+    """
     logger = logging.getLogger(__name__)
     logger.addFilter(_not_a_strangers)
     runner = web.AppRunner(
         server.app(), access_log=None, logger=logger, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
         auto_decompress=False,  # `intake` does it, to a limit
+        keepalive_timeout=server.engine.config.client_timeout,
     )  # fmt: skip
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=1024).start()

@@ -4,8 +4,11 @@ import asyncio
 import gzip
 import json
 import re
+import socket
+import time
 import tracemalloc
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +16,9 @@ import pytest
 from reference_engine import intake
 from reference_engine.intake import MAX_BODY_BYTES
 from reference_engine.openai_api import ApiError
-from tests.test_engine_server import COMPLETIONS, Reply, call, request_bytes, serving
+from tests.test_engine_server import COMPLETIONS, CONFIG, Reply, call, request_bytes, serving
 
+IMPATIENT = replace(CONFIG, client_timeout=1)
 BODY = b'{"prompt": "x", "max_tokens": 1}'
 
 
@@ -73,15 +77,14 @@ def test_a_body_that_is_announced_too_large_is_not_waited_for() -> None:
     asyncio.run(main())
 
 
-def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "BODY_S", 0.05)
-
+def test_a_body_that_does_not_come_is_408() -> None:
     async def main() -> None:
-        async with serving() as served:
+        async with serving(IMPATIENT) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(request_bytes(COMPLETIONS, b"{")[:-1])
             assert (await reader.readline()).split()[1] == b"408"
-            assert (await until_json(reader))["error"]["code"] == 408
+            error = (await until_json(reader))["error"]
+            assert (error["code"], error["message"]) == (408, "the body took longer than 1 s")
             writer.close()
             assert served.log[0]["outcome"] == "refused"
 
@@ -89,6 +92,65 @@ def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch) -> No
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(re.search(rb"Content-Length: (\d+)", head)[1])  # type: ignore[index]
         return json.loads(await reader.readexactly(size))
+
+    asyncio.run(main())
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+
+
+def test_who_sends_no_whole_head_in_time_is_cut_off_and_who_is_answered_is_not() -> None:
+    """Before the first request and after one; a stream goes on however long it takes."""
+
+    async def main() -> None:
+        async with serving(IMPATIENT, before=lambda: time.sleep(0.02)) as served:
+            body = json.dumps({"prompt": [1], "max_tokens": 100, "stream": True}).encode()
+            beginnings = [b"", b"POST /v1/comp", HEAD[:-4] % 1, request_bytes("/health", None) + b"GET /h"]
+            streams = [HEAD % len(body) + body]
+            opened = [await asyncio.open_connection("127.0.0.1", served.port) for _ in beginnings + streams]
+            for (_, writer), begun in zip(opened, beginnings + streams, strict=True):
+                writer.write(begun)
+            *cut, streamed = [await asyncio.wait_for(reader.read(-1), 30) for reader, _ in opened]
+            assert [got[:15] for got in cut] == [b"", b"", b"", b"HTTP/1.1 200 OK"]
+            assert streamed.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert len(served.log) == 1
+            for _, writer in opened:
+                writer.close()
+
+    asyncio.run(main())
+
+
+def test_many_who_never_finish_a_request_keep_nobody_from_being_served() -> None:
+    async def main() -> None:
+        async with serving(IMPATIENT) as served:
+            opened = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(500)]
+            for i, (_, writer) in enumerate(opened):
+                writer.write((b"", b"POST /v1/comp", HEAD % 2**20 + bytes(1000))[i % 3])
+            assert (await call(served.port, COMPLETIONS, {"prompt": [1], "max_tokens": 1})).status == 200
+            for reader, _ in opened:
+                got = await asyncio.wait_for(reader.read(12), 30)
+                assert got in (b"", b"HTTP/1.1 408")
+            for _, writer in opened:
+                writer.close()
+            assert served.server.open == 0
+
+    asyncio.run(main())
+
+
+def test_who_reads_nothing_is_cut_off() -> None:
+    """What was made for him is kept no longer: 64 answers of 700 tokens are more than the sockets hold."""
+
+    async def main() -> None:
+        async with serving(IMPATIENT) as served:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", served.port))
+            body = json.dumps({"prompt": [1] * 10, "max_tokens": 700, "n": 64, "stream": True}).encode()
+            sock.sendall(HEAD % len(body) + body)
+            while not served.log:
+                await asyncio.sleep(0.02)
+            assert served.log[0]["outcome"] == "abort"
+            sock.close()
 
     asyncio.run(main())
 
