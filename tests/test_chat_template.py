@@ -1,12 +1,13 @@
 """Chat templates: hostile ones end soon and are told why, others give what jinja gives."""
 
+import tracemalloc
 from typing import Any
 
 import jinja2
 import pytest
 
 from reference_engine import chat_template
-from reference_engine.chat_template import MOST_BITS, MOST_ITEMS, Unfit
+from reference_engine.chat_template import MOST_BITS, MOST_BYTES, Unfit
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the wörld"}]
 
@@ -43,15 +44,97 @@ IN_A_MACRO = "{% macro f(go) %}{{ go(range(9**5)) }}{% endmacro %}" + RECURSIVE.
         ("{% for m in messages recursive %}{{ loop(5) }}{% endfor %}", "'int' object is not iterable"),
         ("{{ 9 ** (9 ** 9) }}", "a number of more than 4096 bits"),
         ("{% set n = 2 ** 4000 %}{{ n * n }}", "a number of more than 4096 bits"),
-        ("{{ 'x' * 10 ** 17 }}", "a text or a list of more than 16,777,216 items"),
-        ("{{ 10 ** 17 * 'x' }}", "a text or a list of more than 16,777,216 items"),
-        ("{{ ([0] * 5000) * 5000 }}", "a text or a list of more than 16,777,216 items"),
-        ("{{ 'x'.center(10 ** 17) }}", "MemoryError"),
     ],
 )
 def test_a_template_that_refuses_or_misbehaves_says_so(template: str, named: str) -> None:
     with pytest.raises(Unfit, match=named):
         rendered(template)
+
+
+LARGE = "more than 134,217,728 bytes of texts and lists"
+NUMBER = "with a number of more than 65,536"
+WIDTH = "a format with a width of more than 999"
+
+
+def doubled(first: str, grown: str, then: str = "") -> str:
+    """A template that grows something seventy times."""
+    loop = "{% for i in range(70) %}{% set ns.x = " + grown + " %}{% endfor %}"
+    return "{% set ns = namespace(x=" + first + ") %}" + loop + then
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (doubled("'ab'", "ns.x ~ ns.x"), LARGE),
+        (doubled("'ab'", "ns.x + ns.x"), LARGE),
+        (doubled("[1]", "ns.x + ns.x"), LARGE),
+        (doubled("'ab'", "ns.x.replace('a', ns.x)"), LARGE),
+        (doubled("'ab'", "ns.x | replace('a', ns.x)"), LARGE),
+        (doubled("'ab'", "[ns.x, ns.x] | join"), LARGE),
+        (doubled("'ab'", "'%s%s' % (ns.x, ns.x)"), LARGE),
+        (doubled("'ab'", "'%s%s' | format(ns.x, ns.x)"), LARGE),
+        (doubled("'ab'", "'{0}{0}'.format(ns.x)"), LARGE),
+        (doubled("'ab'", "ns.x.join([ns.x, ns.x])"), LARGE),
+        (doubled("'ab'", "ns.x * 2"), LARGE),
+        # Small in memory, and without end as a text or when compared.
+        (doubled("[1]", "[ns.x, ns.x]"), LARGE),
+        (doubled("1", "{'a': ns.x, 'b': ns.x}", "{{ ns.x == 1 }}"), LARGE),
+        (doubled("1", "(ns.x, ns.x)", "{{ ns.x | tojson }}"), LARGE),
+        (doubled("1", "dict(a=ns.x, b=ns.x)", "{{ ns.x | string }}"), LARGE),
+        (doubled("1", "namespace(a=ns.x, b=ns.x)", "{{ ns.x }}"), LARGE),
+        ("{% set x %}" + "x" * 10_000 + "{% endset %}{% for i in range(99999) %}{{ x }}{% endfor %}", LARGE),
+        ("{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}", LARGE),
+        ("{% filter replace('x', 'y' * 99999) %}" + "x" * 10_000 + "{% endfilter %}", LARGE),
+        ("{{ 'x' * 10 ** 17 }}", LARGE),
+        ("{{ 10 ** 17 * 'x' }}", LARGE),
+        ("{{ ([0] * 5000) * 5000 }}", LARGE),
+        ("{{ ([messages * 999] * 999) | join }}", LARGE),
+        ("{{ ('x' * 9999) .join('y' * 99999) }}", LARGE),
+        ("{{ ('y' * 99999) | join('x' * 9999) }}", LARGE),
+        ("{{ ([{'a': 'x' * 9999}] * 99999) | map(attribute='a') | join }}", LARGE),
+        ("{{ ('\n' * 99999) | indent(9999, blank=true) }}", LARGE),
+        ("{{ ('x ' * 999999).split() }}{{ ('x ' * 999999).split(' ') }}", LARGE),
+        ("{{ ('\t' * 99999).expandtabs(9999) }}", LARGE),
+        ("{{ ('a' * 99999).translate({97: 'x' * 9999}) }}", LARGE),
+        ("{{ ([[0] * 9999] * 9999) | sum(start=[]) | length }}", LARGE),
+        ("{{ [0] | tojson(indent=10 ** 9) }}", NUMBER),
+        ("{{ 'x'.center(10 ** 17) }}", "center " + NUMBER),
+        ("{{ 'x' | center(10 ** 9) }}", "center " + NUMBER),
+        ("{{ ['x'] | map('center', 10 ** 9) | list }}", "map " + NUMBER),
+        ("{{ 'x'.ljust(width=10 ** 9) }}", "takes no keyword|ljust " + NUMBER),
+        ("{{ '5'.zfill(10 ** 9) }}", "zfill " + NUMBER),
+        ("{{ (5).to_bytes(10 ** 9, 'big') }}", "to_bytes " + NUMBER),
+        ("{{ [1] | batch(10 ** 9, 0) | list }}", "batch " + NUMBER),
+        ("{{ [1] | slice(10 ** 9) | list }}", "slice " + NUMBER),
+        ("{{ '%999999999d' % 5 }}", WIDTH),
+        ("{{ '%*d' % (999999999, 5) }}", WIDTH),
+        ("{{ '%999999999d' | format(5) }}", WIDTH),
+        ("{{ '{:>999999999}'.format('x') }}", WIDTH),
+        ("{{ '{:{}}'.format('x', '999999999') }}", WIDTH),
+        # Long without being large.
+        ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{% if 'y' in x %}{% endif %}{% endfor %}", LARGE),
+        ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{% if x[1:] %}{% endif %}{% endfor %}", LARGE),
+        ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{% if x | lower %}{% endif %}{% endfor %}", LARGE),
+        ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{% if 'y' is in x %}{% endif %}{% endfor %}", LARGE),
+        ("{{ range(99999) | map('string') | map('string') | map('string') | list | length }}", ENDLESS),
+        ("{{ 'x' | urlize }}{{ lipsum(99999) }}", "No filter named 'urlize'"),
+        ("{{ lipsum(99999) }}", "'lipsum' is undefined"),
+    ],
+)
+def test_a_template_that_would_take_memory_or_time_without_end_is_ended(template: str, named: str) -> None:
+    with pytest.raises(Unfit, match=named):
+        rendered(template)
+
+
+@pytest.mark.parametrize("grown", ["ns.x ~ ns.x", "ns.x | replace('a', ns.x)", "[ns.x, ns.x]", "[ns.x, ns.x] | join"])
+def test_no_more_memory_is_taken_than_the_limit_says(grown: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Unfit, match=LARGE):
+            rendered(doubled("'ab'", grown))
+        assert tracemalloc.get_traced_memory()[1] < 2 * MOST_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +168,15 @@ SOUND = [
     "{% for n in tree recursive %}({{ n.name }}{{ loop.depth }}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
     "{{ loop(n.more) }}){% else %}-{% endfor %}",
     "{% for k in tree[0] recursive %}{{ k }}{% if loop.depth < 2 %}{{ loop(tree[1].items()) }}{% endif %}{% endfor %}",
+    "{{ messages | map(attribute='role') | join(', ') }}{{ 'a-b' | replace('-', '--') }}{{ [1] | string }}",
+    "{{ (messages | selectattr('role', 'equalto', 'user') | list)[0].content.split('w')[-1].lstrip() }}",
+    "{{ '%s: %5.2f' % ('a', 1.5) }}{{ '{:>5}{{}}{}'.format('b', 'c') }}{{ '{a}'.format_map({'a': 1}) }}",
+    "{{ '%d%%' | format(5) }}{{ 'x' | indent(2) }}{{ 10 ** 9 | default(10 ** 9) }}{{ 'ab'[::-1] }}",
+    "{% set a = messages[1:] + [{'role': 'tool', 'content': 'x' ~ 1 ~ none}] %}{{ a | length }}{{ a }}",
+    "{{ (1, 'b') }}{{ {'c': 2.5} }}{% for a, b in [(1, 2)] %}{{ b, a }}{% endfor %}{{ 'be' in messages[0].content }}",
+    "{{ messages[0].role == 'system' }}{{ [3, 1, 2] | sort | first }}{{ messages | last }}{{ 1 < 2 < 3 }}",
+    "{% autoescape true %}<b>{{ '<' }}{{ '<b>' | safe }}{{ 'a' ~ '<' }}</b>{% endautoescape %}{{ '<' | e }}",
+    "{% filter upper %}a{{ 'b' }}{% endfilter %}{% set x %}<{{ 1 + 1 }}>{% endset %}{{ x | trim }}",
     "{% macro say(m) %}{{ m.role ~ ': ' ~ m.content }}{{ caller() }}{% endmacro %}"
     "{% for m in messages %}{% call say(m) %}!{% endcall %}{% endfor %}",
     "{% set ns = namespace(n=0) %}"
@@ -101,7 +193,7 @@ def test_a_sound_template_gives_what_jinja_gives(template: str) -> None:
 
 
 def test_what_is_as_large_as_the_limits_is_computed() -> None:
-    assert rendered("{{ ('x' * n) | length }}", n=MOST_ITEMS) == str(MOST_ITEMS)
+    assert rendered("{% if 'x' * n %}y{% endif %}", n=MOST_BYTES - 1) == "y"
     assert rendered("{{ a * b > 0 }}", a=2 ** (MOST_BITS // 2 - 1), b=2 ** (MOST_BITS // 2 - 1)) == "True"
 
 
