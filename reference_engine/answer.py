@@ -10,7 +10,7 @@ import orjson
 from reference_engine.account import Account, account, timings_of
 from reference_engine.admission import Refused
 from reference_engine.engine import Engine
-from reference_engine.openai_api import CHAT, Ask, Kind, Shell, StopText, metrics_of, usage_of
+from reference_engine.openai_api import CHAT, ApiError, Ask, Kind, Shell, StopText, metrics_of, usage_of
 from reference_engine.scheduler import Output
 from reference_engine.sequence import Sequence
 from reference_engine.tokenizer import Detokenizer, Tokenizer
@@ -137,11 +137,16 @@ def _out_of_memory(engine: Engine) -> Exception:
     return Refused("oom", "memory did not suffice for this request, even alone", engine.retry_after_s())
 
 
+def _not_finite(engine: Engine) -> Exception:
+    return ApiError(500, "the model came to logits that are no finite numbers; weights, adapter or dtype are not right")
+
+
 # Reasons to end that are no answer, as what its client is told.
 FAILURES: dict[str, Callable[[Engine], Exception]] = {
     "error": Engine.down_error,
     "timeout": _timed_out,
     "oom": _out_of_memory,
+    "nonfinite": _not_finite,
 }
 
 

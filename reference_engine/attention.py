@@ -98,7 +98,12 @@ def _decode(cache: Cache, number: int, group: Group, windowed: bool, qkv: torch.
     size = (end - start, group.blocks * cache.pages.block_size)
     keys, values = _gather(cache, number, group.pool_rows, size, qkv.dtype)
     queries = qkv[start:end, : shape.heads].reshape(end - start, shape.kv_heads, -1, shape.head_dim)
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.masks[windowed])
+    mask = group.masks[windowed]
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    if not out.isfinite().all():  # a block may still hold what another's sequence came to, and 0 · NaN is NaN
+        hidden = mask.isinf().transpose(2, 3)
+        keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     attended[start:end] = out.view(end - start, shape.heads, shape.head_dim)
 
 

@@ -14,7 +14,7 @@ from reference_engine.admission import Rate, Refused, is_full, retry_after_s
 from reference_engine.config import EngineConfig
 from reference_engine.cost_model import load_of, step_line
 from reference_engine.faults import Fault, WorkerCrash, held_share, trouble
-from reference_engine.runner_api import Runner
+from reference_engine.runner_api import NOT_FINITE, Runner
 from reference_engine.scheduler import Copies, Output, Scheduler, check_fits, demand
 from reference_engine.sequence import SamplingParams, Sequence
 from reference_engine.telemetry import Telemetry
@@ -228,17 +228,22 @@ class Engine:
             assert self._runner and self._copy
             self._copy(self._runner, scheduler.copies)
         if work:
+            ends: list[tuple[str, Sequence]] = []  # who ends without a token of this step, and why
             computed, tokens, failed = self._troubled(work) if self.faults else self._compute(work)
             now_ns = self.now_ns()
             if self._log_step:
                 self._log_step(step_line(load_of(work), (now_ns - begun_ns) / 1e9))
+            if NOT_FINITE in tokens:
+                ends = [("nonfinite", s) for (s, _), token in zip(computed, tokens, strict=True) if token == NOT_FINITE]
+                whole = [i for i, token in enumerate(tokens) if token != NOT_FINITE]
+                computed, tokens = [computed[i] for i in whole], [tokens[i] for i in whole]
             made = scheduler.commit(computed, tokens, now_ns)
             self._rate.observe(sum(n for _, n in work), (now_ns - begun_ns) / 1e9)
             self.telemetry.observe(made)
             outputs += made
-            for sequence in failed:
-                self._abort(sequence, "oom")
-                outputs.append(Output(sequence, -1, now_ns, 0, "oom"))
+            for reason, sequence in [*ends, *(("oom", s) for s in failed)]:
+                self._abort(sequence, reason)
+                outputs.append(Output(sequence, -1, now_ns, 0, reason))
         if outputs:
             self._loop.call_soon_threadsafe(self._deliver, outputs)
 

@@ -18,7 +18,7 @@ import torch
 
 from reference_engine import tokenizer
 from reference_engine.families import Divisors, Shape, WeightsError, shape_of
-from reference_engine.weights import Weights, build, fit_in_memory
+from reference_engine.weights import Weights, build, check_finite, fit_in_memory
 
 VERSIONS = (2, 3)  # 1 had 32-bit counts and is long gone
 MOST_ENTRIES = 1 << 16  # keys, tensors: a 1000-layer model has 12,000 tensors
@@ -387,6 +387,7 @@ class _Source:
             last = min(first + step, rows)
             values = torch.from_numpy(self._values(tensor, first * columns, (last - first) * columns))
             place[first:last] = values.view(last - first, *tensor.size[1:])
+        check_finite(place, self.file.path, name)
         if self.permuted and (".q_proj." in key or ".k_proj." in key):
             # Row 2i + j of a head in the file, j = 0 or 1, is row i + j·head_dim/2 of transformers' head.
             pairs = place.view(-1, self.shape.head_dim // 2, 2, *tensor.size[1:])
@@ -397,7 +398,8 @@ class _Source:
         form = tensor.format
         start = tensor.start + first // form.elements * form.bytes
         raw = self.file.bytes[start : start + count // form.elements * form.bytes]
-        return form.read(raw.reshape(-1, form.bytes))
+        with np.errstate(invalid="ignore", over="ignore"):  # a scale that is no number: its reader refuses the tensor
+            return form.read(raw.reshape(-1, form.bytes))
 
     def divisors(self) -> Divisors | None:
         """Llama 3.1's stretching, which its files have as a tensor. Raises WeightsError."""

@@ -12,6 +12,7 @@ import torch
 
 from reference_engine.batch import Batch, LayOut, Pages
 from reference_engine.families import Shape
+from reference_engine.runner_api import NOT_FINITE
 from reference_engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -138,7 +139,10 @@ class Draws(NamedTuple):
 
 
 def sample(logits: torch.Tensor, draws: Draws, eos_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """sampler.sample on the device: a token to out [rows] int64 for each row of logits, which it may write into."""
+    """sampler.sample on the device: a token, or NOT_FINITE, to out [rows] int64 for each row of logits.
+
+    It may write into those.
+    """
     from kernels import sampling
 
     if len(eos_ids):
@@ -147,3 +151,4 @@ def sample(logits: torch.Tensor, draws: Draws, eos_ids: torch.Tensor, out: torch
     zeros = torch.zeros_like(out)
     settings = sampling.Settings(draws.temperature, zeros, draws.top_p, zeros.double(), zeros, zeros)
     sampling.sample(logits, settings, draws.uniforms, out)
+    out.masked_fill_(~logits.amax(-1).isfinite(), NOT_FINITE)  # of a row with a NaN that is the NaN

@@ -267,7 +267,7 @@ class Graphs:
         ]
         step = Step(room.slots, self._tables[: size.rows], (works[0], works[-1]))
         made = self.made.index_select(0, room.sources.clamp(min=0))
-        tokens = torch.where(room.sources < 0, room.tokens.long(), made)
+        tokens = torch.where(room.sources < 0, room.tokens.long(), made).clamp(min=0)  # NOT_FINITE is no row
         layout = gpu.Layout(step, self._attended[: size.rows])
         batch = Batch(tokens, room.positions, room.slots, layout, room.positions, [])
         draws = gpu.Draws(room.early, room.temperature, room.top_p, room.uniforms)

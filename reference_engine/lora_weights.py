@@ -12,6 +12,7 @@ from reference_engine.families import Shape, WeightsError
 from reference_engine.linear import FORMS
 from reference_engine.lora import CONFIG, TARGETS, WEIGHTS, read_config
 from reference_engine.model import Adapter, Model
+from reference_engine.weights import check_finite
 
 # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, as PEFT saves a causal language model's.
 KEY = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
@@ -51,6 +52,9 @@ def read(folder: Path, model: Model, max_rank: int) -> tuple[Adapter, int]:
         with safe_open(path, framework="pt") as file:
             keys = _keys(file, path, model.shape, config.rank)
             tensors = {key: _tensor(file, path, key, model) for key in keys}
+            for key, tensor in tensors.items():
+                if keys[key][2] == "B":
+                    check_finite(tensor.mul_(config.scale), path, f"{key} times the scale, {config.scale:g},")
     except SafetensorError as error:
         raise WeightsError(f"{path}: no readable safetensors file: {error}") from error
     by_place = {keys[key]: tensor for key, tensor in tensors.items()}
@@ -61,7 +65,7 @@ def read(folder: Path, model: Model, max_rank: int) -> tuple[Adapter, int]:
             pairs = [(part, by_place.get((number, part.name, "A")), by_place.get((number, part.name, "B")))
                      for part in parts]  # fmt: skip
             if any(a is not None for _, a, _ in pairs):
-                products[product] = _delta(pairs, config.scale, model)
+                products[product] = _delta(pairs, model)
         layers.append(products)
     return tuple(layers), config.rank
 
@@ -94,22 +98,21 @@ def _keys(file: Any, path: Path, shape: Shape, rank: int) -> dict[str, tuple[int
 
 def _tensor(file: Any, path: Path, key: str, model: Model) -> torch.Tensor:
     tensor: torch.Tensor = file.get_tensor(key).to(model.embedding.device, torch.float32)
-    if not tensor.isfinite().all():
-        raise WeightsError(f"{path}: {key} has a value that is no finite number")
+    check_finite(tensor, path, key)
     return tensor
 
 
 Pair = tuple[Part, torch.Tensor | None, torch.Tensor | None]
 
 
-def _delta(pairs: list[Pair], scale: float, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+def _delta(pairs: list[Pair], model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
     """One pair of matrices for all parts of a product: A below each other, B as blocks on a diagonal."""
     a = torch.cat([a for _, a, _ in pairs if a is not None])
     b = a.new_zeros(sum(part.rows for part, _, _ in pairs), len(a))
     row = column = 0
     for part, _, block in pairs:
         if block is not None:
-            b[row : row + part.rows, column : column + block.shape[1]] = block * scale
+            b[row : row + part.rows, column : column + block.shape[1]] = block
             column += block.shape[1]
         row += part.rows
     prepare, dtype = FORMS["none", model.kernels], model.embedding.dtype

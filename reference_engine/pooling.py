@@ -70,6 +70,7 @@ POOLINGS: dict[str, Callable[[model.Model, Batch, list[int]], torch.Tensor]] = {
 
 
 def _vectors(pooled: torch.Tensor) -> list["array[float]"]:
-    """Rows [texts, hidden] at length 1; a row of zeros stays one."""
+    """Rows [texts, hidden] at length 1; a row of zeros stays one, one with a value that is no number becomes empty."""
     rows = torch.nn.functional.normalize(pooled, dim=-1).cpu()
-    return [array("f", row) for row in rows.tolist()]
+    finite = rows.isfinite().all(-1).tolist()
+    return [array("f", row if whole else ()) for row, whole in zip(rows.tolist(), finite, strict=True)]

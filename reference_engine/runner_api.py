@@ -6,8 +6,10 @@ from typing import Protocol, runtime_checkable
 
 from reference_engine.sequence import Sequence
 
-# Token ids of each text -> its vector, of length 1 unless it is 0. What is computed at once is one batch.
+# Token ids of each text -> its vector, of length 1 unless it is 0; empty where it would be no finite numbers. What is
+# computed at once is one batch.
 Pass = Callable[[list[list[int]]], list["array[float]"]]
+NOT_FINITE = -1  # in the place of a token: the logits that it would be taken from are no finite numbers
 
 
 class Runner(Protocol):
@@ -19,7 +21,8 @@ class Runner(Protocol):
     max_positions: int  # the longest sequence the model was made for
 
     def execute(self, work: list[tuple[Sequence, int]]) -> list[int | None]:
-        """For each (sequence, n): compute positions [computed, computed + n); a token iff that reaches the end.
+        """For each (sequence, n): compute positions [computed, computed + n); a token iff that reaches the end, or
+        NOT_FINITE.
 
         Reads sequences, never changes them; sequence.blocks already covers computed + n positions.
         """

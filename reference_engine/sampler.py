@@ -7,6 +7,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from reference_engine.runner_api import NOT_FINITE
 from reference_engine.sequence import Sequence
 
 
@@ -14,14 +15,17 @@ def sample(logits: torch.Tensor, sequences: Items[Sequence], eos_ids: frozenset[
     """One token for each row of logits [len(sequences), vocab] float32; writes -inf into logits of masked end tokens.
 
     `seed`: of the engine, for sequences without their own. Temperature 0 is the argmax, the lowest id among equals.
+    NOT_FINITE for a row with a NaN or +inf, or of nothing but -inf.
     """
     if not sequences:
         return []
     early = [row for row, s in enumerate(sequences) if s.output_len < s.params.min_tokens]
     if early and eos_ids:
         logits[torch.tensor(early)[:, None], torch.tensor(sorted(eos_ids))] = -torch.inf
-    tokens: list[int] = logits.argmax(-1).tolist()
-    drawn = [row for row, s in enumerate(sequences) if s.params.temperature > 0]
+    best = logits.argmax(-1)  # a NaN is the greatest of all
+    finite = logits.gather(1, best[:, None])[:, 0].isfinite()
+    tokens: list[int] = best.where(finite, NOT_FINITE).tolist()
+    drawn = [row for row, s in enumerate(sequences) if s.params.temperature > 0 and tokens[row] != NOT_FINITE]
     if drawn:
         rows = logits[drawn].cpu().numpy()
         for row, values in zip(drawn, rows, strict=True):

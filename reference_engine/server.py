@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from reference_engine import faults, kserve, openapi, pass_routes, scoring
 from reference_engine.admission import Refused
-from reference_engine.answer import Answer, Choice, Entry
+from reference_engine.answer import FAILURES, Answer, Choice, Entry
 from reference_engine.engine import Engine, EngineDownError, out_of_memory
 from reference_engine.faults import Fault
 from reference_engine.intake import CHARS_A_TOKEN as CHARS_A_TOKEN
@@ -230,8 +230,8 @@ class Server:
             if entry.outcome in REFUSED_REASONS:
                 self.engine.telemetry.refused[entry.outcome] += 1
             raise
-        except (ApiError, web.HTTPException):
-            entry.outcome = entry.outcome or "refused"
+        except (ApiError, web.HTTPException) as error:
+            entry.outcome = entry.outcome or ("error" if error.status >= 500 else "refused")
             raise
         finally:
             self.open -= 1
@@ -288,6 +288,8 @@ class Server:
                 raise ApiError(400, str(error), "prompt") from error
             while piece := await self.engine.ask(partial(_piece, pieces)):
                 scored += piece
+                if any(s.logprob is not None and math.isnan(s.logprob) for s in piece):
+                    raise FAILURES["nonfinite"](self.engine)
         if piece is None:
             self.engine.telemetry.failed_allocations += 1
             raise Refused("oom", "memory did not suffice to score the prompt", self.engine.retry_after_s())

@@ -10,7 +10,7 @@ import orjson
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from reference_engine.admission import Rate, Refused, retry_after_s
-from reference_engine.answer import Entry
+from reference_engine.answer import FAILURES, Entry
 from reference_engine.batcher import Batch, Batcher, Job, Limits, spent
 from reference_engine.config import EngineConfig
 from reference_engine.engine import Engine, EngineDownError, out_of_memory
@@ -152,7 +152,9 @@ class SinglePass:
             return
         self._rate.observe(batch.tokens, (now_ns - batch.begun_ns) / 1e9)
         for (job, i), vector in zip(batch.members, vectors, strict=True):
-            if job in self._vectors:  # else its client has left
+            if not vector:
+                self._fail(job, FAILURES["nonfinite"](self.engine))
+            elif job in self._vectors:  # else its client has left
                 self._vectors[job][i] = vector
         for job in ended:
             self._queue_ns += spent(job).queue

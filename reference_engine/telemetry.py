@@ -31,7 +31,7 @@ HISTOGRAMS = {
     "vllm:request_prefill_time_seconds": ("First scheduled to first token.", REQUEST_S),
     "vllm:request_decode_time_seconds": ("First token to end.", REQUEST_S),
 }
-FINISHED = ("stop", "length", "abort", "timeout", "oom", "error")
+FINISHED = ("stop", "length", "abort", "timeout", "oom", "nonfinite", "error")
 REFUSED = ("queue_full", "draining")
 
 

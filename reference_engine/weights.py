@@ -112,6 +112,14 @@ def tiny(seed: int, dtype: torch.dtype = torch.float32, shape: Shape = TINY) -> 
     return Weights(shape, embedding, layers, ones, head)
 
 
+def check_finite(tensor: torch.Tensor, path: Path, name: str) -> None:
+    """Raises WeightsError: one value that is none makes every answer nonsense. One pass, and no copy."""
+    low, high = tensor.aminmax()  # a NaN is both
+    if not (low.isfinite() and high.isfinite()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise WeightsError(f"{path}: {name} has a value that is no finite number in {dtype}; would be right: only such")
+
+
 class Source(Protocol):
     """Named tensors of one model in files. Keys are those of transformers' state dict without `model.`."""
 
@@ -120,7 +128,7 @@ class Source(Protocol):
         ...
 
     def read_into(self, place: torch.Tensor, key: str) -> None:
-        """Fill `place` with an expected tensor, converted to its dtype. Raises WeightsError."""
+        """Fill `place` with an expected tensor of finite numbers, converted to its dtype. Raises WeightsError."""
         ...
 
 
@@ -238,6 +246,7 @@ class _Files:
                 f"{self._path(name)}: {name} holds {tensor.dtype}; would be right: float32, bfloat16 or float16"
             )
         place.copy_(tensor)
+        check_finite(place, self._path(name), name)
         self.left.discard(name)
 
     def _path(self, name: str) -> Path:

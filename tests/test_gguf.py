@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -151,6 +152,20 @@ def test_a_quantised_file_says_what_its_dequantised_weights_say(
                 weight.copy_(torch.from_numpy(oracle.quants.dequantize(raw, KINDS[kind])))
     theirs = weights.read(save(hf, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(read(path).tensors(), theirs.tensors(), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "value"), [("F32", b"\0\0\xc0\x7f"), ("Q8_0", b"\0\x7c"), ("Q4_1", b"\0\xfe")])
+def test_a_value_that_is_no_number_is_refused_by_name(kind: str, value: bytes, tmp_path: Path) -> None:
+    """Of a quantised tensor: the scale of its last block."""
+    path = write_gguf(tmp_path / "m.gguf", family("llama", intermediate_size=128), kind)
+    tensor = gguf.read_header(path).tensors["blk.1.ffn_up.weight"]
+    data = bytearray(path.read_bytes())
+    count = tensor.size[0] * tensor.size[1] // tensor.format.elements
+    at = tensor.start + (count - 1) * tensor.format.bytes
+    data[at : at + len(value)] = value
+    path.write_bytes(data)
+    with pytest.raises(weights.WeightsError, match=re.escape(f"{path}: blk.1.ffn_up.weight has a value that is no")):
+        read(path)
 
 
 def test_llama_3_stretching_is_a_tensor_in_gguf(tmp_path: Path) -> None:

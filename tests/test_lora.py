@@ -175,6 +175,7 @@ def refused(tmp_path: Path, tensors: Any, **config: Any) -> str:
         ({"r": 17}, "r is 17; would be right: at most max_lora_rank, 16"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+        ({"lora_alpha": 1e300}, "has a value that is no finite number"),
         ({"lora_alpha": True}, "lora_alpha is True"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; would be right: 'LORA'"),
         ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),

@@ -185,9 +185,23 @@ def quantise(tensors: dict[str, torch.Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
 
 
+def poison(value: float, dtype: torch.dtype = torch.float32) -> Any:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].to(dtype)
+        tensor[-1, -1] = value
+
+    return damage
+
+
+NOT_FINITE = "model.layers.1.mlp.up_proj.weight has a value that is no finite number in float32; would be right: only"
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
+        (poison(float("nan")), NOT_FINITE),
+        (poison(float("inf"), torch.float16), NOT_FINITE),
+        (poison(float("-inf"), torch.bfloat16), NOT_FINITE),
         (drop, "lacks model.layers.1.mlp.up_proj.weight; would be right: a tensor of [112, 64]"),
         (widen, "model.norm.weight is [65]; would be right: [64]"),
         (add_bias, "model.layers.0.self_attn.q_proj.bias has no place"),

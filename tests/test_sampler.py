@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TopPLogitsWarper
 
+from reference_engine.runner_api import NOT_FINITE
 from reference_engine.sampler import draw, sample, uniform
 from reference_engine.sequence import Sequence
 from tests.engine_models import sequence
@@ -30,6 +31,19 @@ def test_temperature_0_is_the_argmax_and_the_lowest_id_among_equals() -> None:
     logits = rows(3)
     logits[1, [7, 30]] = 99.0
     assert sample(logits, [sequence([1])] * 3, NO_EOS, 0) == [logits[0].argmax(), 7, logits[2].argmax()]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_of_no_finite_numbers_has_no_token_and_its_neighbours_have_theirs(
+    value: float, temperature: float
+) -> None:
+    logits = rows(4)
+    right = sample(logits.clone(), [answered(1, i, temperature=temperature) for i in range(4)], NO_EOS, 0)
+    logits[1, 30] = value
+    logits[2] = -torch.inf
+    sampled = sample(logits, [answered(1, i, temperature=temperature) for i in range(4)], NO_EOS, 0)
+    assert sampled == [right[0], NOT_FINITE, NOT_FINITE, right[3]]
 
 
 def test_nothing_to_sample_is_no_token() -> None:
