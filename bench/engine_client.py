@@ -22,7 +22,10 @@ def pinned(command: Sequence[str], core: int | None) -> list[str]:
 
 @contextmanager
 def engine(config: EngineConfig, *flags: str, core: int | None = None) -> Iterator[str]:
-    """The URL of an engine; it has ended, and its log is whole, once the block is left."""
+    """The URL of an engine; it has ended, and its log is whole, once the block is left.
+
+    Raises RuntimeError if it ends before it listens.
+    """
     command = [sys.executable, "-m", "reference_engine", "--model", config.model, "--port", "0", "--exit-with-stdin"]
     command += [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in KNOBS]
     command += [f"--{'' if config.prefix_caching else 'no-'}prefix-caching", *flags]
@@ -31,7 +34,10 @@ def engine(config: EngineConfig, *flags: str, core: int | None = None) -> Iterat
     ) as child:
         assert child.stdin and child.stdout
         try:
-            yield str(json.loads(child.stdout.readline())["listening"])
+            line = child.stdout.readline()
+            if not line:
+                raise RuntimeError(f"exit {child.wait()} before it listened, of {' '.join(command)}")
+            yield str(json.loads(line)["listening"])
         finally:
             child.stdin.close()
 

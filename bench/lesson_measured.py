@@ -26,7 +26,12 @@ def counterpart(config: EngineConfig, cell: Cell) -> Ran:
 
 
 def figures(cell: Cell) -> dict[str, float]:
-    """Of all requests, warm-up included: the same that the virtual figures are of."""
+    """Of all requests, warm-up included: the same that the virtual figures are of.
+
+    Raises RuntimeError if one has failed: it has no first token, and the virtual clock knows no failures.
+    """
+    if failed := [str(outcome) for outcome in cell["outcome"] if outcome != "ok"]:
+        raise RuntimeError(f"{len(failed)} of {cell.n} requests were not ok but {', '.join(sorted(set(failed)))}")
     due_ns, first_ns, last_ns, counts = cell["due_ns"], cell.first_ns, cell.last_ns, cell.counts
     several = counts > 1
     made = np.concatenate([piece.ns for piece in cell.pieces()])

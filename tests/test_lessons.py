@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bench import lesson_cap, lesson_page, lessons
+from bench.engine_client import engine
 from bench.lesson_measured import counterpart, figures
 from bench.lesson_sim import BASE, Ran, chat, p, simulate
 from bench.lessons import LESSONS, batched, chunked
@@ -97,6 +98,33 @@ def test_figures_of_a_simulation_are_those_counted_off() -> None:
 
 
 # ---- measured beside virtual
+
+
+def test_a_failed_request_has_no_figures() -> None:
+    ends = {"ok": [10**9 + MS], "timeout": []}
+    cell = records.from_records(
+        [Record(i, f"r{i}", name, 10**9, 10**9, 10**9, event_ns=ns, end_ns=10**9 + MS, first_byte_ns=10**9 + MS,
+                tokens_in=8, tokens_out=len(ns)) for i, (name, ns) in enumerate(ends.items())]
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="1 of 2 requests were not ok but timeout"):
+        figures(cell)
+
+
+def test_a_busy_machine_is_named_on_the_page() -> None:
+    facts = lesson_page.read_measured(REPORT / "measured.json")
+    assert facts
+    busy = "this machine was busy before it began"
+    for load, said in ((0.1, False), (7.4, True)):
+        page = lesson_page.render({}, facts | {"machine": facts["machine"] | {"load_before": load}})
+        assert (busy in page) == said
+
+
+def test_an_engine_that_does_not_start_is_named() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"exit 2 before it listened, of .*sim:nope"),
+        engine(replace(BASE, model="sim:nope")),
+    ):
+        pass
 
 
 def test_the_counterpart_of_a_measured_cell_has_its_moments_and_lengths() -> None:
