@@ -57,7 +57,7 @@ def retrying(
                 exchange.error = "; ".join(filter(None, (exchange.error, f"{said} {too_long}")))
                 break
             try:
-                await asyncio.sleep(min(wait_s, max(patience_s, 0.0)))
+                await _sleep_until(wait_ns + math.ceil(min(wait_s, max(patience_s, 0.0)) * 1e9))
             except asyncio.CancelledError:
                 waited_ns += now_ns() - wait_ns
                 why = f"the run ended while waiting to retry after: {first.error or first.status}"
@@ -77,6 +77,16 @@ def retrying(
         return Tried(exchange, attempts, first, waited_ns)
 
     return tried
+
+
+async def _sleep_until(until_ns: int) -> None:
+    """Never early, and a turn of the loop at least: uvloop rounds its own time-outs to milliseconds, downwards too."""
+    left_ns = until_ns - now_ns()
+    while True:
+        await asyncio.sleep(max(left_ns, 0) / 1e9)
+        left_ns = until_ns - now_ns()
+        if left_ns <= 0:
+            return
 
 
 async def _again(send: Send, payload: bytes, patience_s: float, limit_s: float | None, begun_ns: int) -> Exchange:

@@ -247,7 +247,13 @@ def deaf() -> Iterator[str]:
 
 
 def unused_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 on which nobody listens, nor will: it stays bound while this process lives.
+
+    What other tests bind meanwhile is given another one. A server that shares ports, as gRPC's do, may still have it.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    probe.bind(("127.0.0.1", 0))
+    port = int(probe.getsockname()[1])
+    probe.detach()
+    return port

@@ -16,6 +16,7 @@ from llm_bench.exchange import CANCELLED, COMPLETE, CONNECT_ERROR, CUT, TOTAL_TI
 from llm_bench.flights import Drive, Flight, Gauge
 from llm_bench.retry import Tried, retrying
 from llm_bench.wire import Wire, run
+from tests.quiet import undisturbed
 from tests.scripted import Script, Scripted, Seen, http_response
 
 MS = 1_000_000
@@ -194,6 +195,7 @@ def test_a_late_launch_delays_only_those_due_before_it_is_over(steps: list[tuple
         free = at + cost
 
 
+@undisturbed
 def test_lateness_does_not_grow_over_a_real_run() -> None:
     got = drive(open_loop, Rows([i * 2 * MS for i in range(500)]), service_ms=20)
     lags = np.array([got.lag_ms(i) for i in range(500)])
@@ -204,6 +206,7 @@ def test_lateness_does_not_grow_over_a_real_run() -> None:
     assert abs(np.median(lags[250:]) - np.median(lags[:250])) < 0.5
 
 
+@undisturbed
 def test_a_burst_is_sent_at_once_and_in_order() -> None:
     got = drive(open_loop, Rows([5 * MS] * 100), service_ms=50)
     assert [row for row, _ in got.target.sent] == list(range(100))
@@ -219,6 +222,7 @@ def test_rows_out_of_time_order_leave_in_time_order() -> None:
 # ---- the cap of an open loop (cases 16 and 17)
 
 
+@undisturbed
 def test_waiting_at_the_cap_is_part_of_the_latency() -> None:
     """Case 16 at a tenth of its times: 50 req/s, cap 1, service 40 ms."""
     got = drive(open_loop, Rows([i * 20 * MS for i in range(6)]), service_ms=40, max_in_flight=1)
@@ -228,7 +232,7 @@ def test_waiting_at_the_cap_is_part_of_the_latency() -> None:
     early = 2  # a sleep of asyncio's may end so many ms early; late it is by what this machine does besides
     assert all(wait >= 20 * i - early * (i + 1) for i, wait in enumerate(waits))
     assert all(latency >= 40 + 20 * i - early * (i + 1) for i, latency in enumerate(latencies))
-    assert all(0 <= got.by_row()[i].ready_ns - ends[i - 1] < 1000 * MS for i in range(1, 6))
+    assert all(0 <= got.by_row()[i].ready_ns - ends[i - 1] < 20 * MS for i in range(1, 6))
     assert [row for row, _ in got.target.sent] == list(range(6))
     assert got.target.peak == got.gauge.peak == 1
 
@@ -336,6 +340,7 @@ def test_without_a_drain_limit_each_request_ends_by_its_own_limits_and_none_is_c
     assert (result.cut, result.reason) == (0, "exhausted")
 
 
+@undisturbed
 def test_a_drain_runs_from_the_last_due_time_and_not_from_the_start_or_the_last_answer() -> None:
     got = drive(open_loop, Rows([0, 200 * MS]), service_ms=lambda row: 60_000 if row else 250, drain_s=0.3)
     assert got.exchange(0).ended == COMPLETE
@@ -345,6 +350,7 @@ def test_a_drain_runs_from_the_last_due_time_and_not_from_the_start_or_the_last_
     assert got.exchange(1).end_ns - got.exchange(1).sent_ns < 60_000 * MS
 
 
+@undisturbed
 def test_requests_due_after_the_duration_are_no_part_of_the_drive() -> None:
     got = drive(open_loop, Rows([i * 20 * MS for i in range(20)]), service_ms=5, duration_s=0.105)
     assert sorted(got.by_row()) == [0, 1, 2, 3, 4, 5]
@@ -366,6 +372,7 @@ def test_concurrency_is_what_was_asked_and_never_more(slots: int) -> None:
     assert got.gauge.now == 0
 
 
+@undisturbed
 def test_256_slots_over_sockets_are_256_requests_at_the_server() -> None:
     plan = Rows([-1] * 768)
     plan.payload = lambda index, previous: b"Content-Length: 2\r\n\r\n{}"  # type: ignore[method-assign]
@@ -386,6 +393,7 @@ def test_256_slots_over_sockets_are_256_requests_at_the_server() -> None:
     assert result.window_open_ns > 0
 
 
+@undisturbed
 def test_a_request_is_due_when_its_slot_became_free() -> None:
     got = drive(closed_loop, Rows([-1] * 5), service_ms=10)
     rows = got.by_row()
@@ -396,7 +404,14 @@ def test_a_request_is_due_when_its_slot_became_free() -> None:
 
 
 def test_the_first_wave_is_spread_evenly_over_the_ramp() -> None:
-    got = drive(closed_loop, Rows([-1] * 8), service_ms=60_000, concurrency=8, ramp_s=0.16, stop_after_s=0.5)
+    class Together(Target):
+        """Answers nobody before all eight are there."""
+
+        async def _serve(self, row: int) -> None:
+            while self.peak < 8:
+                await asyncio.sleep(0.01)
+
+    got = drive(closed_loop, Rows([-1] * 8), target=Together(), concurrency=8, ramp_s=0.16)
     offsets = [(got.by_row()[i].due_ns - got.drive.start_ns) / MS for i in range(8)]
     assert offsets == pytest.approx([20 * i for i in range(8)])
     assert [row for row, _ in got.target.sent] == list(range(8))
@@ -415,16 +430,25 @@ def test_the_window_opens_without_draining_once_the_first_wave_has_ended() -> No
     assert (before[:, 1] > 0)[:-1].all(), "no moment without a request between the start and the window"
     assert after[:, 1].max() == 10
     in_window = [f for f in slow_first.flights if opened <= f.due_ns < slow_first.drive.window_close_ns]
-    assert max((slow_first.exchange(f.index).end_ns - f.due_ns) / MS for f in in_window) < 100
+    assert min(f.index for f in in_window) >= 10
     assert sum(f.due_ns < opened for f in slow_first.flights) >= 20
 
 
 def test_one_slow_answer_of_the_first_wave_holds_the_window_shut_however_many_have_ended() -> None:
-    got = drive(closed_loop, Rows([-1] * 60), service_ms=lambda row: 150 if row == 1 else 10, concurrency=2, warmup=2)
+    class Slow(Target):
+        """Answers row 1 when 20 others have come."""
+
+        async def _serve(self, row: int) -> None:
+            await asyncio.sleep(0.01)
+            while row == 1 and len(self.sent) <= 20:
+                await asyncio.sleep(0.01)
+
+    got = drive(closed_loop, Rows([-1] * 60), target=Slow(), concurrency=2, warmup=2)
     assert got.drive.window_open_ns >= got.exchange(1).end_ns
     assert sum(f.due_ns < got.drive.window_open_ns for f in got.flights) > 10
 
 
+@undisturbed
 def test_the_window_closes_when_a_slot_cannot_be_refilled() -> None:
     """Case 19: eight together, one long: the window is the part with eight in flight."""
     got = drive(closed_loop, Rows([-1] * 16), service_ms=lambda row: 400 if row == 15 else 50, concurrency=8, warmup=8)
@@ -439,15 +463,17 @@ def test_a_plan_that_is_too_small_never_opens_its_window() -> None:
     assert (got.drive.window_open_ns, len(got.flights)) == (0, 8)
 
 
+@undisturbed
 def test_the_duration_runs_from_the_opening_of_the_window() -> None:
     got = drive(closed_loop, Rows([-1] * 5000), service_ms=10, concurrency=4, warmup=20, duration_s=0.2)
     assert got.drive.reason == "duration"
     window_ms = (got.drive.window_close_ns - got.drive.window_open_ns) / MS
-    assert 200 <= window_ms < 1000  # late by a turn of the loop, however long this machine takes for one
+    assert 200 <= window_ms < 300  # late by a turn of the loop
     assert max(f.due_ns for f in got.flights) <= got.drive.window_close_ns
     assert {got.exchange(f.index).ended for f in got.flights} == {COMPLETE}  # drained, not cut
 
 
+@undisturbed
 def test_users_who_think_when_the_duration_is_over_have_not_closed_the_window_before_it() -> None:
     # It opens with the first wave's second turns; by its end all conversations have begun, and both users think.
     plan = conversations([0, 1], [2, 3], [4, 5], [6, 7], think_ns=600 * MS)
@@ -457,6 +483,7 @@ def test_users_who_think_when_the_duration_is_over_have_not_closed_the_window_be
     assert got.drive.window_close_ns > max(got.exchange(f.index).end_ns for f in got.flights)
 
 
+@undisturbed
 def test_what_is_still_in_flight_after_the_drain_is_cut() -> None:
     got = drive(closed_loop, Rows([-1] * 3), service_ms=lambda row: 10_000 if row else 10, concurrency=3, drain_s=0.1)
     assert [got.exchange(i).ended for i in range(3)] == [COMPLETE, CUT, CUT]
@@ -479,6 +506,7 @@ def test_a_turn_is_never_sent_before_the_one_before_has_ended_and_holds_its_answ
 
 
 @pytest.mark.parametrize("loop", [closed_loop, open_loop])
+@undisturbed
 def test_a_turn_waits_for_the_recorded_gap_from_the_previous_end(loop: Loop) -> None:
     got = drive(loop, conversations([0, 1], due_ns=[0, 1 * MS], think_ns=50 * MS), service_ms=20)
     assert got.by_row()[1].due_ns == got.exchange(0).end_ns + 50 * MS
@@ -486,6 +514,7 @@ def test_a_turn_waits_for_the_recorded_gap_from_the_previous_end(loop: Loop) -> 
 
 
 @pytest.mark.parametrize(("planned_ms", "later"), [(100, True), (5, False)])
+@undisturbed
 def test_without_a_gap_a_turn_leaves_at_its_own_time_or_when_the_one_before_has_ended(
     planned_ms: int, later: bool
 ) -> None:
@@ -572,16 +601,18 @@ def test_turns_under_a_cap_queue_like_any_request() -> None:
 
 
 @pytest.mark.parametrize("loop", [closed_loop, open_loop])
+@undisturbed
 def test_stop_sends_nothing_more_and_cuts_at_once(loop: Loop) -> None:
     plan = Rows([i * 20 * MS for i in range(500)])
     begun = now_ns()
-    got = drive(loop, plan, service_ms=lambda row: 10 if row < 3 else 10_000, stop_after_s=0.15)
-    assert (now_ns() - begun) / 1e9 < 1
+    got = drive(loop, plan, service_ms=lambda row: 10 if row < 3 else 60_000, stop_after_s=0.15)
+    assert (now_ns() - begun) / 1e9 < 30
     assert got.drive.reason == "interrupted"
     assert got.drive.cut == sum(got.exchange(f.index).ended == CUT for f in got.flights) >= 1
     assert len(got.flights) == len(got.target.sent) < 20
 
 
+@undisturbed
 def test_at_a_stop_the_due_are_dropped_and_those_not_yet_due_are_no_part_of_it() -> None:
     plan = Rows([0, 0, 0, 10 * MS, 10_000 * MS])
     got = drive(open_loop, plan, service_ms=10_000, max_in_flight=1, stop_after_s=0.1)
@@ -638,7 +669,7 @@ def test_a_harness_failure_stops_the_drive(loop: Loop, where: str) -> None:
 
         options = DEFAULTS[loop] | ({"concurrency": 4} if loop is closed_loop else {})
         with pytest.raises(ZeroDivisionError, match="ours"):
-            await asyncio.wait_for(loop(Rows([0] * 4), send, done, stop=asyncio.Event(), **options), 2)
+            await asyncio.wait_for(loop(Rows([0] * 4), send, done, stop=asyncio.Event(), **options), 8)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
@@ -670,6 +701,7 @@ def test_a_planned_cancel_reaches_send() -> None:
 
 
 @pytest.mark.parametrize(("loop", "limits"), [(closed_loop, {"concurrency": 4}), (open_loop, {})])
+@undisturbed
 def test_the_gauges_integral_is_the_sum_of_the_stays(loop: Loop, limits: dict[str, Any]) -> None:
     got = drive(loop, Rows([i * 10 * MS for i in range(30)]), service_ms=100, **limits)
     steps = got.gauge.steps()
@@ -678,6 +710,7 @@ def test_the_gauges_integral_is_the_sum_of_the_stays(loop: Loop, limits: dict[st
     assert integral == pytest.approx(stays, rel=0.01)
 
 
+@undisturbed
 def test_a_scripted_server_sees_the_paced_times_of_an_open_loop() -> None:
     plan = Rows([i * 10 * MS for i in range(40)])
     plan.payload = lambda index, previous: b"Content-Length: 2\r\n\r\n{}"  # type: ignore[method-assign]
@@ -741,22 +774,25 @@ class Shared:
         return False
 
 
+@undisturbed
 def test_the_drain_of_a_shared_closed_loop_begins_when_the_last_conversation_is_taken_by_whom_it_may() -> None:
     begun = now_ns()
     slots = Shared([0, 1], gone_after_ns=300 * MS)
     got = drive(closed_loop, Rows([-1] * 9), service_ms=lambda row: 60_000 if row else 5, slots=slots, drain_s=0.2)
     assert got.exchange(0).ended == COMPLETE
     assert got.exchange(1).ended == CUT
-    assert 0.5 <= (now_ns() - begun) / 1e9 < 1.0
+    assert 0.5 <= (now_ns() - begun) / 1e9 < 30
     assert got.drive.reason == "exhausted"
 
 
+@undisturbed
 def test_the_drain_of_a_shared_closed_loop_waits_for_the_turns_of_its_own_conversations() -> None:
     plan = conversations([0, 1], [2], think_ns=300 * MS)
     got = drive(closed_loop, plan, service_ms=100, slots=Shared([0]), drain_s=0.15)
     assert [got.exchange(row).ended for row in (0, 1)] == [COMPLETE, COMPLETE]
 
 
+@undisturbed
 def test_the_drain_of_a_shared_open_loop_runs_from_the_last_due_time_of_all() -> None:
     plan = Rows([0, 400 * MS])
     got = drive(open_loop, plan, service_ms=500, firsts=[0], drain_s=0.3)

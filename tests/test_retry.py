@@ -1,17 +1,19 @@
 """Retries (case 30): what is sent again, after which wait, and what stays visible of the first attempt."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm_bench.clock import now_ns
 from llm_bench.exchange import CANCELLED, COMPLETE, CONNECT_ERROR, CUT, TOTAL_TIMEOUT, Exchange, Timeouts
 from llm_bench.retry import Tried, retrying
 from llm_bench.wire import Wire
+from tests.quiet import undisturbed
 from tests.scripted import Script, Scripted, Seen, http_response, unused_port
 
 BODY = b"Content-Length: 2\r\n\r\n{}"
@@ -53,6 +55,7 @@ def test_without_retries_a_503_is_a_503() -> None:
     assert {(t.attempts, t.retry_wait_ns, t.exchange is t.first) for t in got} == {(1, 0, True)}
 
 
+@undisturbed
 def test_with_a_retry_the_latency_runs_from_the_first_attempt_and_the_first_stays_visible() -> None:
     with Scripted(ten_of_case_30) as server:
         got = sending(server.url, 1, ten)
@@ -70,6 +73,7 @@ def test_with_a_retry_the_latency_runs_from_the_first_attempt_and_the_first_stay
         assert wait_s + 0.1 <= latency_s(t) + 0.01 < wait_s + 0.3
 
 
+@undisturbed
 def test_a_date_in_retry_after_is_read_against_the_servers_own_clock() -> None:
     later = {"Date": "Mon, 01 Jan 2001 00:00:00 GMT", "Retry-After": "Mon, 01 Jan 2001 00:00:01 GMT"}
     with Scripted(lambda number, seen: [(0, http_response(503, b"{}", later) if number == 0 else OK)]) as server:
@@ -77,6 +81,7 @@ def test_a_date_in_retry_after_is_read_against_the_servers_own_clock() -> None:
     assert 1.0 <= tried.retry_wait_ns / 1e9 < 1.1
 
 
+@undisturbed
 def test_retries_end_and_their_waits_double() -> None:
     with Scripted([(0, http_response(500, b"{}"))]) as server:
         tried = sending(server.url, 2, lambda send: send())
@@ -91,6 +96,7 @@ def test_a_refused_connect_is_tried_again_and_a_400_is_not() -> None:
         assert sending(server.url, 3, lambda send: send()).attempts == 1
 
 
+@undisturbed
 def test_a_run_that_ends_during_a_wait_cuts_the_request_and_keeps_its_first_attempt() -> None:
     async def act(send: Callable[[], Awaitable[Tried]]) -> Tried:
         task = asyncio.ensure_future(send())
@@ -137,10 +143,8 @@ def refusal(retry_after: bytes, date: bytes = b"Wed, 21 Oct 2015 07:28:00 GMT") 
 def test_a_wait_over_the_limit_is_not_begun_and_the_last_answer_stands_with_the_reason(
     retry_after: bytes, limit_s: float | None, text: str
 ) -> None:
-    begun_s = time.monotonic()
     answer = refusal(retry_after)
     tried = asyncio.run(answered_in_turn([answer], 5, limit_s))
-    assert time.monotonic() - begun_s < 2
     assert (tried.attempts, tried.exchange, tried.retry_wait_ns) == (1, answer, 0)
     assert (tried.exchange.ended, tried.exchange.status) == (COMPLETE, 429)
     assert tried.exchange.error.startswith(text)
@@ -174,10 +178,35 @@ def test_waits_that_double_end_at_the_limit_however_many_retries_were_asked() ->
         (b"Wed, 21 Oct 2015 07:28:00 +99999999999999999999", 0.5),
     ],
 )
+@undisturbed
 def test_a_wait_is_as_long_as_was_said_or_half_a_second(retry_after: bytes, wait_s: float) -> None:
     tried = asyncio.run(answered_in_turn([refusal(retry_after), Exchange(status=200, ended=COMPLETE)], 1, 3.0))
     assert tried.attempts == 2
     assert wait_s <= tried.retry_wait_ns / 1e9 < wait_s + 0.4
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_no_wait_is_short_though_uvloop_rounds_it_down(run: Callable[[Any], Any]) -> None:
+    async def tried(wait_s: float, patience_s: float | None) -> Tried:
+        answers = iter([refusal(b"%.4f" % wait_s), Exchange(status=200, ended=COMPLETE)])
+
+        async def send(payload: bytes, cancel_after_s: float | None) -> Exchange:
+            answer = next(answers)
+            answer.sent_ns = now_ns()
+            return answer
+
+        return await retrying(send, 1)(b"", patience_s)
+
+    async def main() -> tuple[list[Tried], list[Tried]]:
+        waiting = asyncio.gather(*(tried(s, None) for s in waits_s))
+        leaving = asyncio.gather(*(tried(9.0, s) for s in waits_s))
+        return await waiting, await leaving
+
+    waits_s = [0.05 + 0.0007 * k for k in range(50)]  # no two of one fraction of a millisecond, and a loop that turns
+    waited, left = run(main())
+    assert all(t.retry_wait_ns >= round(s * 1e4) * 1e5 for t, s in zip(waited, waits_s, strict=True))
+    assert all(t.exchange.end_ns - t.exchange.sent_ns >= s * 1e9 for t, s in zip(left, waits_s, strict=True))
+    assert {t.exchange.ended for t in left} == {CANCELLED}
 
 
 @settings(max_examples=200, deadline=None)
@@ -185,7 +214,7 @@ def test_a_wait_is_as_long_as_was_said_or_half_a_second(retry_after: bytes, wait
 def test_hostile_words_never_fail_the_run_and_never_wait(said: bytes) -> None:
     async def main() -> Tried | None:
         got = asyncio.ensure_future(answered_in_turn([refusal(said), refusal(said)], 1, 0.01))
-        done, _ = await asyncio.wait([got], timeout=2)
+        done, _ = await asyncio.wait([got], timeout=60)
         return got.result() if done else None
 
     assert asyncio.run(main()) is not None
@@ -223,6 +252,7 @@ def lasting(server: Scripted, cancel_after_s: float | None, limit_s: float | Non
     return tried, (tried.exchange.end_ns - tried.exchange.sent_ns) / 1e9
 
 
+@undisturbed
 def test_a_second_attempt_has_what_is_left_of_the_total_time_out() -> None:
     with Scripted(refused_then([(30_000, OK)], "0.3")) as server:
         tried, lasted_s = lasting(server, None, 0.6)
@@ -231,6 +261,7 @@ def test_a_second_attempt_has_what_is_left_of_the_total_time_out() -> None:
     assert 0.55 < lasted_s < 0.8
 
 
+@undisturbed
 def test_waits_that_are_short_each_do_not_add_up_past_the_total_time_out() -> None:
     with Scripted([(0, http_response(503, b"{}", {"Retry-After": "0.25"}))]) as server:
         tried, lasted_s = lasting(server, None, 0.6)
@@ -240,6 +271,7 @@ def test_waits_that_are_short_each_do_not_add_up_past_the_total_time_out() -> No
 
 
 @pytest.mark.parametrize(("retry_after", "attempts"), [("0.1", 2), ("20", 1)])
+@undisturbed
 def test_a_user_leaves_as_planned_from_the_first_sending_in_an_attempt_or_in_a_wait(
     retry_after: str, attempts: int
 ) -> None:

@@ -1,7 +1,9 @@
 import asyncio
+import select
 import ssl
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +35,7 @@ from llm_bench.http1 import ProtocolError, Response, Sse
 from llm_bench.wire import Wire, request_head
 from tests.certificates import make_certificate
 from tests.fixtures import unhurried
+from tests.quiet import undisturbed
 from tests.scripted import (
     END,
     FINISH,
@@ -138,6 +141,7 @@ def test_the_server_reads_what_was_given_whole_and_in_order(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", LOOPS)
+@undisturbed
 def test_stamps_are_in_order_and_the_first_token_is_not_the_role(run: Run) -> None:
     script: Script = [(0, SSE_HEAD), (20, ROLE), (40, comment()), (80, sse(token("a"))), (120, sse(FINISH) + END)]
     with Scripted(script) as server:
@@ -221,7 +225,7 @@ def test_a_step_of_the_wall_clock_moves_no_stamp(monkeypatch: pytest.MonkeyPatch
 
     with Scripted(answer) as server:
         exchange = exchange_with(server.url)
-    assert 45e6 < exchange.first_token_ns - exchange.sent_ns < 150e6
+    assert 45e6 < exchange.first_token_ns - exchange.sent_ns < 60e9
     gaps = [b - a for a, b in pairwise(exchange.read_ns)]
     assert min(gaps) >= 0
 
@@ -295,7 +299,7 @@ def test_a_mistake_in_our_own_code_is_raised_and_is_no_failure_of_the_target() -
 SLOW_HEAD: Script = ["hang"]
 PINGS: Script = [(0, SSE_HEAD + ROLE), *((20 * k, comment()) for k in range(1, 40)), "hang"]
 SILENT: Script = [(0, SSE_HEAD + sse(token("a"), token("b"))), "hang"]
-LIMITS = Timeouts(connect_s=0.2, ttft_s=0.3, stall_s=0.2, total_s=1.0)
+LIMITS = Timeouts(connect_s=0.2, ttft_s=0.3, stall_s=0.2, total_s=0.4)
 
 
 @pytest.mark.parametrize("run", LOOPS)
@@ -305,9 +309,10 @@ LIMITS = Timeouts(connect_s=0.2, ttft_s=0.3, stall_s=0.2, total_s=1.0)
         (SLOW_HEAD, TTFT_TIMEOUT, 0.3, "within 0.3 s of sending: no byte of the answer"),
         (PINGS, TTFT_TIMEOUT, 0.3, "0 token-bearing events"),
         (SILENT, STALL_TIMEOUT, 0.2, "2 token-bearing events, "),
-        (chat_script(["a"] * 40, 0, 50), TOTAL_TIMEOUT, 1.0, "not ended within 1 s"),
+        (chat_script(["a"] * 40, 0, 25), TOTAL_TIMEOUT, 0.4, "not ended within 0.4 s"),
     ],
 )
+@undisturbed
 def test_each_limit_has_a_name_a_text_and_is_noticed_at_once(
     script: Script, ended: str, limit_s: float, text: str, run: Run
 ) -> None:
@@ -320,6 +325,7 @@ def test_each_limit_has_a_name_a_text_and_is_noticed_at_once(
 
 
 @pytest.mark.parametrize("run", LOOPS)
+@undisturbed
 def test_a_server_that_never_accepts_is_a_connect_timeout(run: Run) -> None:
     with deaf() as url:
         begun = now_ns()
@@ -329,6 +335,7 @@ def test_a_server_that_never_accepts_is_a_connect_timeout(run: Run) -> None:
     assert 0 <= (exchange.end_ns - begun) / 1e9 - 0.2 < NOTICE_S
 
 
+@undisturbed
 def test_the_last_reads_age_is_in_the_text_of_a_stall() -> None:
     with Scripted(SILENT) as server:
         exchange = exchange_with(server.url, LIMITS)
@@ -336,23 +343,26 @@ def test_the_last_reads_age_is_in_the_text_of_a_stall() -> None:
     assert 0.2 <= age_s < 0.2 + NOTICE_S
 
 
+@undisturbed
 def test_comments_after_the_first_token_hold_the_stall_off_and_no_hidden_limit_ends_a_steady_stream() -> None:
-    pings: Script = [(0, SSE_HEAD + sse(token("a"))), *((100 * k, comment()) for k in range(1, 8)), (800, END)]
+    pings: Script = [(0, SSE_HEAD + sse(token("a"))), *((50 * k, comment()) for k in range(1, 8)), (400, END)]
     with Scripted(pings) as server:
         exchange = exchange_with(server.url, Timeouts(0.5, 0.3, 0.2, None))
     assert exchange.ended == COMPLETE
 
 
 @pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])  # Triton's errors come as the latter
+@undisturbed
 def test_a_body_that_is_no_event_stream_is_held_to_the_first_byte_and_the_total_only(kind: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\nContent-Length: 4\r\n\r\n"
-    with Scripted([(0, head), (100, b" {"), (700, b"} ")]) as server:
-        assert exchange_with(server.url, LIMITS).ended == COMPLETE
-    with Scripted([(0, head), (100, b"  "), "hang"]) as server:  # blanks are no sign of an answer yet
+    with Scripted([(0, head), (50, b" {"), (450, b"} ")]) as server:
+        assert exchange_with(server.url, replace(LIMITS, total_s=60.0)).ended == COMPLETE
+    with Scripted([(0, head), (50, b"  "), "hang"]) as server:  # blanks are no sign of an answer yet
         assert exchange_with(server.url, LIMITS).ended == TTFT_TIMEOUT
 
 
 @pytest.mark.parametrize("kind", [b"Content-Type: text/plain\r\n", b""])
+@undisturbed
 def test_an_event_stream_under_another_type_or_none_has_a_first_token_and_the_limits_of_a_stream(kind: bytes) -> None:
     head = SSE_HEAD.replace(b"Content-Type: text/event-stream\r\n", kind) + chunk(b"\r\n")
     pings: Script = [(0, head), *((20 * k, comment()) for k in range(1, 40)), "hang"]
@@ -370,10 +380,11 @@ def test_without_limits_a_slow_answer_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("run", LOOPS)
+@undisturbed
 def test_a_cancel_closes_the_socket_at_its_time_and_the_server_sees_it(run: Run) -> None:
     with Scripted(chat_script(["a"] * 50, 0, 20)) as server:
         exchange = exchange_with(server.url, run=run, cancel_after_s=0.15)
-        until = time.monotonic() + 1
+        until = time.monotonic() + 30
         while not server.closed and time.monotonic() < until:
             time.sleep(0.005)
         assert len(server.closed) == 1
@@ -384,6 +395,7 @@ def test_a_cancel_closes_the_socket_at_its_time_and_the_server_sees_it(run: Run)
 
 
 @pytest.mark.parametrize("run", LOOPS)
+@undisturbed
 def test_on_a_kept_connection_each_request_has_its_own_limits_whatever_those_before_it_had(run: Run) -> None:
     """The alarm of a request that was answered is left to ring: it ends no later one, nor lets one live too long."""
     takes_ms = [0, 400, 0, 2000]  # the second outlives the first one's limit, the last does not outlive its own
@@ -443,9 +455,10 @@ def test_a_connection_that_the_server_ends_is_not_kept(answer: bytes) -> None:
 @pytest.mark.parametrize("then", ["close", "reset"])
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 def test_a_server_that_promises_keep_alive_and_closes_costs_reconnects_and_no_errors(
-    run: Run, then: str, pause_s: float
+    run: Run, then: str, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama.cpp closes 0.1 ms after each streamed reply: the next request meets the close before or after its write."""
+    monkeypatch.setattr("llm_bench.connection._CROSSING_NS", 10**10)  # however busy this machine is
     with Scripted([*chat_script(["a", "b"]), then]) as server:
 
         async def user(wire: Wire) -> list[Exchange]:
@@ -483,12 +496,14 @@ def test_a_fresh_connection_that_closes_without_an_answer_is_the_servers_failure
     assert len(server.requests) == 3
 
 
-def one_after_another(url: str, count: int, run: Run, pause: Callable[[], object] = lambda: None) -> list[Exchange]:
+def one_after_another(
+    url: str, count: int, run: Run, pause: Callable[[Wire], object] = lambda wire: None
+) -> list[Exchange]:
     async def main() -> list[Exchange]:
         wire, got = wire_to(url), []
         for _ in range(count):
             got.append(await wire.send(BODY))
-            pause()
+            pause(wire)
         wire.close()
         return got
 
@@ -525,6 +540,7 @@ def test_a_request_that_crossed_the_close_is_sent_again_and_its_latency_runs_fro
 
 
 @pytest.mark.parametrize("run", LOOPS)
+@undisturbed
 def test_the_limits_and_the_cancel_of_a_request_sent_again_run_from_the_first_sending(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,6 +564,12 @@ def test_the_limits_and_the_cancel_of_a_request_sent_again_run_from_the_first_se
     assert 0 <= (exchange.end_ns - exchange.sent_ns) / 1e9 - 0.3 < NOTICE_S
 
 
+def until_it_is_closed(wire: Wire) -> None:
+    """The loop sees nothing meanwhile."""
+    (resting,) = wire.idle
+    assert select.select([resting.transport.get_extra_info("socket").fileno()], [], [], 30)[0]
+
+
 @pytest.mark.parametrize("run", LOOPS)
 @pytest.mark.parametrize("then", ["close", "reset"])
 def test_a_close_that_has_come_unnoticed_costs_a_new_connection_and_nothing_is_sent_on_the_old_one(
@@ -555,13 +577,14 @@ def test_a_close_that_has_come_unnoticed_costs_a_new_connection_and_nothing_is_s
 ) -> None:
     monkeypatch.setattr("llm_bench.connection._CROSSING_NS", -(10**18))  # so that nothing would be sent a second time
     with Scripted([(0, OK), then]) as server:
-        got = one_after_another(server.url, 4, run, lambda: time.sleep(0.05))  # the loop sees nothing meanwhile
+        got = one_after_another(server.url, 4, run, until_it_is_closed)
     assert [e.error for e in got] == [""] * 4
     assert [e.reconnects for e in got] == [0, 1, 1, 1]
     assert (server.connections, len(server.requests)) == (4, 4)
     assert all(e.connect_ns > 0 for e in got)
 
 
+@undisturbed
 def test_waiting_for_a_connection_is_told_apart_and_is_nothing_on_a_kept_one() -> None:
     with Scripted([(0, OK)]) as server:
         begun = now_ns()
@@ -579,8 +602,9 @@ def test_bytes_that_nobody_asked_for_cost_the_connection_and_no_answer() -> None
         async def main() -> list[Exchange]:
             wire = wire_to(server.url)
             first = await wire.send(BODY)
-            await asyncio.sleep(0.1)
-            assert wire.idle == []
+            async with asyncio.timeout(30):
+                while wire.idle:
+                    await asyncio.sleep(0.005)
             second = await wire.send(BODY)
             wire.close()
             return [first, second]
@@ -590,6 +614,7 @@ def test_bytes_that_nobody_asked_for_cost_the_connection_and_no_answer() -> None
 
 
 @pytest.mark.parametrize("run", LOOPS)
+@undisturbed
 def test_256_requests_in_flight_have_256_connections(run: Run) -> None:
     with Scripted([(500, OK)]) as server:
 
@@ -609,6 +634,7 @@ def test_256_requests_in_flight_have_256_connections(run: Run) -> None:
 
 @pytest.mark.parametrize("run", LOOPS)
 @pytest.mark.parametrize("script", [["hang"], [(0, SSE_HEAD + sse(token("a"))), "hang"]])
+@undisturbed
 def test_a_cancelled_task_gets_what_was_seen_so_far_as_cut(script: Script, run: Run) -> None:
     with Scripted(script) as server:
 
@@ -646,7 +672,9 @@ def test_close_cuts_what_is_in_flight() -> None:
         async def main() -> Exchange:
             wire = wire_to(server.url)
             task = asyncio.create_task(wire.send(BODY))
-            await asyncio.sleep(0.05)
+            async with asyncio.timeout(30):
+                while not server.requests:
+                    await asyncio.sleep(0.005)
             wire.close()
             return await task
 
