@@ -91,7 +91,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
 
 
-def bench(url: str, folder: Path, trace: Path, *arguments: str, timeout_s: float = 60.0, **variables: str) -> Ran:
+def bench(url: str, folder: Path, trace: Path, *arguments: str, timeout_s: float = 180.0, **variables: str) -> Ran:
     """`llm-bench run --targets t=URL ... --format json`, in `folder`; its records go to folder/run."""
     out = folder / "run"
     done = subprocess.run(

@@ -28,6 +28,7 @@ from tests.test_engine_server import (
     serving,
     start,
     text_of,
+    until,
 )
 
 PARTS = ["http_in", "queue", "prefill", "decode", "preempted", "recompute", "http_out"]
@@ -41,13 +42,6 @@ class Later:
 
     def now_ns(self) -> int:
         return time.monotonic_ns() + self.ahead_s * 1_000_000_000
-
-
-async def until(condition: Any, most_s: float = 10.0) -> None:
-    deadline = time.monotonic() + most_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.002)
 
 
 def submitted(served: Served) -> int:
@@ -219,7 +213,7 @@ def test_sigterm_lets_a_stream_end() -> None:
     rest = asyncio.run(main(program.port))
     assert rest.rstrip().endswith(b"data: [DONE]\n\n\r\n0")
     assert rest.count(b'"choices"') >= 290
-    assert program.process.wait(10) == 0
+    assert program.process.wait(60) == 0
     assert end(program) == 0
 
 
@@ -244,7 +238,7 @@ def test_a_drain_has_an_end(how: str) -> None:
     rest = asyncio.run(main(program.port))
     assert b"shutting down" in rest
     assert b"[DONE]" not in rest
-    assert program.process.wait(10) == 0
+    assert program.process.wait(60) == 0
     assert end(program) == 0
 
 
@@ -393,7 +387,7 @@ def test_a_request_that_the_engine_failed_is_logged_as_an_error() -> None:
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 def test_batches_are_served_over_http(batching: str) -> None:
     async def main() -> None:
-        async with serving(EngineConfig(max_num_seqs=4, batching=batching, max_wait_ms=30)) as served:
+        async with serving(EngineConfig(max_num_seqs=4, batching=batching, max_wait_ms=1000)) as served:
             prompts = [[i, 1] for i in range(10)]
             replies = await asyncio.gather(
                 *(call(served.port, COMPLETIONS, {"prompt": p, "max_tokens": 3}) for p in prompts)

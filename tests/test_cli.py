@@ -181,11 +181,11 @@ def test_a_signal_during_the_probes_ends_with_a_sentence_and_130(tmp_path, numbe
 
     with Scripted(answer) as server:
         running = started(server.url, tmp_path)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not any(s.method == "POST" for s in server.requests) and time.monotonic() < deadline:
             time.sleep(0.02)
         running.send_signal(number)
-        _, err = running.communicate(timeout=20)
+        _, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert err.splitlines()[-1] == "llm-bench: interrupted; what was measured before is on disk"
     assert "Traceback" not in err
@@ -194,13 +194,13 @@ def test_a_signal_during_the_probes_ends_with_a_sentence_and_130(tmp_path, numbe
 def took_s(url, folder, *arguments):
     begun = time.monotonic()
     running = started(url, folder, *arguments)
-    _, err = running.communicate(timeout=30)
+    _, err = running.communicate(timeout=90)
     assert running.returncode == 4, err
     assert "Traceback" not in err
     return time.monotonic() - begun, err
 
 
-START_S = 12.0  # of a Python with httpx on a machine with much else to do, at most; the limits not asked for are longer
+START_S = 25.0  # of a Python with httpx on a machine with much else to do, at most; the limits not asked for are longer
 
 
 def test_a_server_that_accepts_and_never_answers_is_given_up_in_time(tmp_path):

@@ -12,7 +12,7 @@ from llm_bench import records
 from tests.bench import bench, command, environment, good, llm_server, prompt_of, rows, trace_file
 from tests.scripted import END, FINISH, SSE_HEAD, Scripted, http_response, sse, token, usage
 
-LATE_MS = 25.0  # how much later than scripted a stamp may be on a loaded machine; never earlier
+LATE_MS = 200.0  # how much later than scripted a median may be on a loaded machine; never earlier
 
 
 def near(value, truth_ms):
@@ -20,7 +20,7 @@ def near(value, truth_ms):
 
 
 def test_a_good_server_is_measured_and_everything_it_sent_is_accounted_for(tmp_path):
-    with Scripted(llm_server(lambda n, seen: good(seen, ttft_ms=40, itl_ms=10))) as server:
+    with Scripted(llm_server(lambda n, seen: good(seen, ttft_ms=40, itl_ms=40))) as server:
         ran = bench(server.url, tmp_path, trace_file(tmp_path, rows(30)), "--concurrency", "2")
     assert ran.rc == 0, ran.err
     cell = ran.records()
@@ -30,25 +30,23 @@ def test_a_good_server_is_measured_and_everything_it_sent_is_accounted_for(tmp_p
     assert (cell["tokens_in"] == 12).all()
     assert (cell["tokens_out_from"] == "usage").all()
     assert near(ran.value("ttft_p50"), 40)
-    assert ran.value("tpot_p50") == pytest.approx(10, abs=4)
+    assert ran.value("tpot_p50") == pytest.approx(40, abs=25)
     assert ran.value("error_rate") == 0
     measured = [s for s in server.requests if "x-request-id" in s.headers]
-    assert [s.headers["x-request-id"] for s in measured] == sorted(
-        cell["request_id"], key=lambda i: int(i.rsplit("-", 1)[1])
-    )
+    assert sorted(s.headers["x-request-id"] for s in measured) == sorted(cell["request_id"])
     assert len({prompt_of(s) for s in measured}) == 30
 
 
 def test_a_role_only_first_chunk_is_no_first_token(tmp_path):
     role = sse({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
-    script = [(4, SSE_HEAD + role), (105, sse(token("w0 "))), (115, sse(token("w1 ")))]
-    script += [(125, sse(token("w2 "))), (126, sse(FINISH)), (160, sse(usage(12, 3), "[DONE]") + END)]
+    script = [(4, SSE_HEAD + role), (105, sse(token("w0 "))), (145, sse(token("w1 ")))]
+    script += [(185, sse(token("w2 "))), (186, sse(FINISH)), (485, sse(usage(12, 3), "[DONE]") + END)]
     with Scripted(llm_server(script)) as server:
         trace = trace_file(tmp_path, rows(6, tokens_out=3))
         ran = bench(server.url, tmp_path, trace, "--concurrency", "1", "--metrics", "ttft_sent_p50,tpot_p50,e2e_p50")
     assert near(ran.value("ttft_sent_p50"), 105)
-    assert ran.value("tpot_p50") == pytest.approx(10, abs=4)
-    assert near(ran.value("e2e_p50"), 125)  # to the last token: the usage event 35 ms later does not stretch it
+    assert ran.value("tpot_p50") == pytest.approx(40, abs=25)
+    assert near(ran.value("e2e_p50"), 185)  # to the last token: the usage event 300 ms later does not stretch it
 
 
 @pytest.mark.parametrize(
@@ -172,8 +170,9 @@ def test_with_retries_first_attempts_stay_visible_and_latency_runs_from_the_firs
     ttft_ms = (first_event - cell["sent_ns"]) / 1e6
     waited = np.array([s != "ok" for s in cell["first_attempt"]])
     assert (ttft_ms[waited] >= 500).all()
-    assert (ttft_ms[~waited] < 500).all()
-    assert sorted((cell["retry_wait_ns"][waited] / 1e9).round(1)) == [0.5] * 4 + [1.0] * 2
+    assert (cell["retry_wait_ns"][~waited] == 0).all()
+    waits_s = np.sort(cell["retry_wait_ns"][waited] / 1e9)
+    assert 0.5 <= waits_s[0] < 1.0 <= waits_s[4]  # 429 said 1 s; 503 said nothing
     assert "retries" in {d["kind"] for d in ran.cell()["doubts"]}
 
 
@@ -182,15 +181,15 @@ def test_time_outs_have_names_and_the_limits_are_printed(tmp_path):
     stalled = [(0, SSE_HEAD + sse(token("a"))), "hang"]
     with Scripted(llm_server(lambda n, seen: (silent, stalled, good(seen))[n % 3])) as server:
         ran = bench(
-            server.url, tmp_path, trace_file(tmp_path, rows(6)), "--concurrency", "1", "--warmup", "0",
-            "--ttft-timeout", "0.3", "--stall-timeout", "0.2", "--fail-on-error-rate", "1",
+            server.url, tmp_path, trace_file(tmp_path, rows(6)), "--concurrency", "6", "--warmup", "0",
+            "--ttft-timeout", "2.5", "--stall-timeout", "2", "--fail-on-error-rate", "1",
         )  # fmt: skip
     cell = ran.records()
     assert sorted(cell["error_kind"]) == ["", "", "stall_timeout", "stall_timeout", "ttft_timeout", "ttft_timeout"]
     assert all(cell["error"][cell["outcome"] == "failed"])
-    assert "connect 10 s, ttft 0.3 s, stall 0.2 s, total 3600 s" in ran.err
+    assert "connect 10 s, ttft 2.5 s, stall 2 s, total 3600 s" in ran.err
     took_ms = (cell["end_ns"] - cell["sent_ns"]) / 1e6
-    assert all(300 <= ms < 350 for ms in took_ms[cell["error_kind"] == "ttft_timeout"])
+    assert all(2500 <= ms < 5000 for ms in took_ms[cell["error_kind"] == "ttft_timeout"])
 
 
 def test_no_more_than_n_are_in_flight_and_no_fewer(tmp_path):
@@ -262,8 +261,10 @@ def test_waiting_for_the_cap_is_in_the_latency(tmp_path):
     cell = ran.records()
     ttft_ms = (cell.event_ns[cell.offsets[:-1]] - cell["due_ns"]) / 1e6
     # Served one after the other, 60 ms each, and due every 20 ms: each waits 40 ms longer than the one before.
-    assert all(near(ms, 60 + 40 * k) or ms > 60 + 40 * k for k, ms in enumerate(ttft_ms))
-    assert ((cell.event_ns[cell.offsets[:-1]] - cell["sent_ns"]) / 1e6 < 60 + LATE_MS).all()
+    assert all(ms >= 60 + 40 * k for k, ms in enumerate(ttft_ms))
+    assert (cell["sent_ns"][1:] >= cell["end_ns"][:-1]).all()
+    sent_ms = (cell.event_ns[cell.offsets[:-1]] - cell["sent_ns"]) / 1e6
+    assert [ran.value("ttft_max"), ran.value("ttft_sent_max")] == pytest.approx([ttft_ms.max(), sent_ms.max()])
 
 
 def test_a_later_turn_holds_the_live_answer_and_waits_for_it(tmp_path):
@@ -291,6 +292,9 @@ def test_a_cancelled_request_reaches_the_server_as_a_closed_connection(tmp_path)
         ran = bench(
             server.url, tmp_path, trace, "--concurrency", "1", "--warmup", "0", "--metrics", "cancel_rate,error_rate"
         )
+        until_s = time.monotonic() + 30
+        while len(server.closed) < 4 and time.monotonic() < until_s:  # the run's end may be known here before its close
+            time.sleep(0.01)
         assert len(server.closed) >= 4
     assert (ran.records()["outcome"] == "cancelled").all()
     assert ran.value("cancel_rate") == 1.0
@@ -340,7 +344,7 @@ def _started(url, tmp_path, n=4000):
 
 
 def _wait_for_records(tmp_path, at_least=4096):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = list((tmp_path / "run").glob("*.arrow"))
         if found and found[0].stat().st_size > at_least + 4096:
@@ -354,7 +358,7 @@ def test_ctrl_c_cuts_writes_and_reports(tmp_path):
         running = _started(server.url, tmp_path)
         _wait_for_records(tmp_path)
         running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=60)
     assert running.returncode == 130, err
     assert "Traceback" not in err
     document = json.loads(out.splitlines()[-1])["runs"][0]
@@ -373,7 +377,7 @@ def test_a_killed_run_can_be_read(tmp_path):
         time.sleep(0.6)
         sent = sum("x-request-id" in s.headers for s in server.requests)
         running.kill()
-        running.communicate(timeout=20)
+        running.communicate(timeout=60)
     done = subprocess.run(
         command("report", tmp_path / "run", "--format", "json"), capture_output=True, text=True, check=False,
         env=environment(),

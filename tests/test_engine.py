@@ -13,6 +13,7 @@ from reference_engine.cost_model import PROFILES, CostModel, Profile, step_s
 from reference_engine.engine import Engine, EngineDownError
 from reference_engine.scheduler import Output, TooLong
 from reference_engine.sequence import SamplingParams, Sequence
+from tests.quiet import undisturbed
 from tests.stub_runner import PagedStub, alone
 
 CONFIG = EngineConfig(block_size=4, num_blocks=16, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
@@ -136,6 +137,7 @@ def failing(*steps: int, error: Exception) -> Callable[[], None]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@undisturbed
 def test_after_a_fault_in_a_step_everything_open_has_ended_and_everything_new_is_served() -> None:
     async def main() -> None:
         said: list[str] = []
@@ -220,7 +222,7 @@ def test_a_fault_that_comes_again_and_again_ends_the_engine_after_the_runner_was
         while not e.stopped:
             if not e.down:
                 client = Client(e, P)
-                await asyncio.wait_for(client.ended.wait(), 5)
+                await asyncio.wait_for(client.ended.wait(), 60)
                 assert client.outputs[-1].finish_reason == "error"
             await asyncio.sleep(0.001)
         assert "6 times within 60 s, at last by ValueError: again; it is not restarted any more" in e.stopped
@@ -267,12 +269,12 @@ def test_faults_that_are_far_apart_are_forgiven() -> None:
 @pytest.mark.parametrize("kind", ["stall", "slow_step"])
 def test_a_planted_wait_does_not_keep_the_engine_from_stopping(kind: str) -> None:
     async def main() -> None:
-        e, _ = engine(before=lambda: time.sleep(0.01))
+        e, _ = engine(before=lambda: time.sleep(0.1))
         e.plant(faults.read({"kind": "stall", "seconds": 600} if kind == "stall" else {"kind": kind, "factor": 1000}))
         client = Client(e, P)
         await asyncio.sleep(0.05)
         assert not client.outputs
-        await asyncio.wait_for(e.stop(), 5)
+        await asyncio.wait_for(e.stop(), 60)
         assert client.ended.is_set()
 
     asyncio.run(main())

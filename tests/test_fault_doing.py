@@ -18,12 +18,12 @@ import pytest
 from llm_bench import fault_doing, faults
 from llm_bench.clock import now_ns
 from llm_bench.errors import BenchError, TargetError
-from llm_bench.fault_doing import Trouble, allowing, beside, check
+from llm_bench.fault_doing import allowing, beside, check
 from llm_bench.fault_proxy import Net
 from llm_bench.faults import Done, Log, parse
 from llm_bench.targets import Target
 from tests.bench import bench, rows, trace_file
-from tests.scripted import Script, Scripted, Seen, http_response
+from tests.scripted import Script, Scripted, Seen, http_response, unused_port
 
 QUIET = "http://127.0.0.1:1/v1"
 
@@ -32,19 +32,30 @@ def target(url: str = QUIET, **fields: Any) -> Target:
     return Target("t", url, **fields)
 
 
-def done(folder: Path, texts: Sequence[str], of: Target, block: Callable[[Trouble], None] | float = 0.3) -> Log:
-    """What became of faults while the block ran, or for so many seconds."""
-    path = faults.path_of(folder, "c")
+def until(condition: Callable[[], Any]) -> None:
+    """Waits for what comes by itself, however busy this machine is."""
+    limit_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit_s, "waited in vain"
+        time.sleep(0.01)
+
+
+NEVER = "900s"  # within a cell of these tests
+
+
+def done(folder: Path, texts: Sequence[str], of: Target) -> Log:
+    """What became of faults in a cell that ends when all but those of NEVER have been done."""
+    path, soon = faults.path_of(folder, "c"), sum(not text.startswith(NEVER) for text in texts)
     with beside(of, parse(texts), path, lambda text: None) as trouble:
         trouble.begun(now_ns())
-        time.sleep(block) if isinstance(block, float) else block(trouble)
+        until(lambda: path.exists() and path.read_bytes().count(b"\n") == 1 + soon)
     return faults.read(path)
 
 
 def test_each_fault_is_done_at_its_time_on_the_runs_clock(tmp_path: Path) -> None:
     with Scripted(lambda n, seen: [(0, http_response(200 if seen.path == "/v1/ok" else 404, b"no such"))]) as server:
         url = server.url
-        log = done(tmp_path, [f"100ms:POST {url}/ok {{}}", "200ms:cmd:echo hi", f"50ms:GET {url}/x"], target(url), 0.5)
+        log = done(tmp_path, [f"100ms:POST {url}/ok {{}}", "200ms:cmd:echo hi", f"50ms:GET {url}/x"], target(url))
     of = {d.what.split()[0]: d for d in log.done}
     assert [d.planned_ns - log.start_ns for d in log.done] == [50_000_000, 100_000_000, 200_000_000]
     assert all(d.begun_ns >= d.planned_ns for d in log.done)
@@ -60,7 +71,7 @@ def test_what_fails_is_said_and_harms_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/no/such/shell\n")
     script.chmod(0o755)
-    texts = ["0s:POST http://127.0.0.1:1/", f"0s:cmd:{script}", "0s:sh:echo a; echo b >&2; exit 3", "9s:cmd:true"]
+    texts = ["0s:POST http://127.0.0.1:1/", f"0s:cmd:{script}", "0s:sh:echo a; echo b >&2; exit 3", f"{NEVER}:cmd:true"]
     log = done(tmp_path, texts, target())
     said = {d.what: (d.ok, d.result) for d in log.done}
     assert said["sh:echo a; echo b >&2; exit 3"] == (False, "exit code 3: a b")
@@ -81,7 +92,7 @@ def test_a_signal_reaches_its_process(tmp_path: Path) -> None:
             found = {d.what.split(":")[1]: (d.ok, d.result) for d in log.done}
             assert found["TERM"] == (True, "SIGTERM sent")
             assert found["KILL"] == (False, f"not done: {other.pid} is of this run itself")  # a child of ours
-            assert shell.wait(5) in (0, 143)
+            assert shell.wait(60) in (0, 143)
             assert other.poll() is None
         finally:
             other.kill()
@@ -95,7 +106,9 @@ def test_what_was_to_go_on_goes_on_when_the_cell_ends_first(tmp_path: Path) -> N
     assert shell.stdout
     try:
         pid = int(shell.stdout.readline())
-        log = done(tmp_path, [f"0s:signal:STOP:{pid}", f"9s:signal:CONT:{pid}", f"9s:signal:TERM:{pid}"], target())
+        log = done(
+            tmp_path, [f"0s:signal:STOP:{pid}", f"{NEVER}:signal:CONT:{pid}", f"{NEVER}:signal:TERM:{pid}"], target()
+        )
         assert {d.what.split(":")[1]: d.ok for d in log.done} == {"STOP": True, "CONT": True, "TERM": False}
         assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
     finally:
@@ -301,10 +314,10 @@ def net() -> Iterator[tuple[Net, int]]:
 
 
 def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), 5)
+    return socket.create_connection(("127.0.0.1", port), 30)
 
 
-def ping(connection: socket.socket, data: bytes = b"ping", limit_s: float = 5.0) -> float:
+def ping(connection: socket.socket, data: bytes = b"ping", limit_s: float = 30.0) -> float:
     """Seconds of a round trip. Raises OSError, TimeoutError after `limit_s`."""
     connection.settimeout(limit_s)
     begun, left = time.monotonic(), len(data)
@@ -319,7 +332,7 @@ def ping(connection: socket.socket, data: bytes = b"ping", limit_s: float = 5.0)
 
 def _answers(connection: socket.socket) -> bool:
     try:
-        ping(connection, limit_s=0.2)
+        ping(connection, limit_s=1.0)
     except TimeoutError:
         return False
     return True
@@ -338,7 +351,7 @@ def test_both_ways_end_as_they_would_without_it(net: tuple[Net, int]) -> None:
     with connect(net[1]) as one:
         one.sendall(b"last words")
         one.shutdown(socket.SHUT_WR)
-        one.settimeout(2)
+        one.settimeout(30)
         said = b""
         while data := one.recv(100):
             said += data
@@ -348,7 +361,7 @@ def test_both_ways_end_as_they_would_without_it(net: tuple[Net, int]) -> None:
 def test_much_data_comes_whole(net: tuple[Net, int]) -> None:
     data = os.urandom(1 << 22)
     with connect(net[1]) as one:
-        one.settimeout(5)
+        one.settimeout(30)
         sender = threading.Thread(target=one.sendall, args=(data,))
         sender.start()
         got = bytearray()
@@ -365,7 +378,7 @@ def test_a_delay_is_added_each_way_and_lifted(net: tuple[Net, int]) -> None:
         number = made.order("delay", 0.2)
         assert ping(one) >= 0.4
         made.lift(number)
-        assert min(ping(one) for _ in range(5)) < 0.4
+        until(lambda: ping(one) < 0.4)
 
 
 def test_a_stall_holds_everything_back_and_loses_nothing(net: tuple[Net, int]) -> None:
@@ -376,7 +389,7 @@ def test_a_stall_holds_everything_back_and_loses_nothing(net: tuple[Net, int]) -
         with pytest.raises(TimeoutError):
             ping(one, b"held", 0.2)
         made.lift(number)
-        one.settimeout(2)
+        one.settimeout(30)
         assert one.recv(10) == b"held"
 
 
@@ -386,7 +399,7 @@ def test_a_bandwidth_is_that_of_the_whole_line(net: tuple[Net, int]) -> None:
     with connect(port) as one:
         begun = time.monotonic()
         one.sendall(b"x" * 30_000)
-        one.settimeout(3)
+        one.settimeout(30)
         left = 30_000
         while left:
             left -= len(one.recv(left))
@@ -415,7 +428,7 @@ def test_a_black_hole_takes_connections_and_answers_nothing(net: tuple[Net, int]
         with pytest.raises(TimeoutError):
             ping(one, limit_s=0.2)
         made.lift(number)
-        one.settimeout(2)
+        one.settimeout(30)
         with pytest.raises(ConnectionResetError):
             one.recv(1)
 
@@ -427,7 +440,7 @@ def test_a_reset_ends_every_connection_at_once(net: tuple[Net, int]) -> None:
         ping(one)
     made.lift(made.order("reset", None))
     for one in several:
-        one.settimeout(2)
+        one.settimeout(30)
         with one, pytest.raises(ConnectionResetError):
             one.recv(1)
     with connect(port) as fresh:
@@ -440,9 +453,7 @@ def _first_byte(port: int) -> bytes:
 
 
 def test_a_target_that_is_not_there_resets_its_clients() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    made = Net([f"http://127.0.0.1:{port}/v1"])
+    made = Net([f"http://127.0.0.1:{unused_port()}/v1"])
     try:
         with pytest.raises(ConnectionResetError):
             _first_byte(int(made.urls[0].split(":")[2].split("/")[0]))
@@ -458,14 +469,9 @@ def test_net_faults_last_as_long_as_asked(tmp_path: Path) -> None:
         with beside(target(f"http://127.0.0.1:{port}/v1"), planned, path, said.append) as trouble:
             trouble.begun(now_ns())
             with connect(int(trouble.urls[0].split(":")[2].split("/")[0])) as one:
-                until = time.monotonic() + 5
-                while ping(one) < 0.2:
-                    assert time.monotonic() < until
-                while ping(one) >= 0.2:
-                    assert time.monotonic() < until
-                while time.monotonic() < until and _answers(one):
-                    pass
-                assert not _answers(one)
+                until(lambda: ping(one) >= 0.2)
+                until(lambda: ping(one) < 0.2)
+                until(lambda: not _answers(one))
     log = faults.read(path)
     delay, stall = log.done
     assert delay.ended_ns - delay.begun_ns >= 3e8
@@ -488,10 +494,5 @@ def test_the_log_ends_with_its_parent(tmp_path: Path) -> None:
         assert run.stdout
         assert run.stdout.readline() == b"up\n"
         run.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 10
-    found: tuple[Done, ...] = ()
-    while not found and time.monotonic() < until:
-        time.sleep(0.05)
-        if path.exists() and path.read_bytes():
-            found = faults.read(path).done
-    assert [d.result for d in found] == ["not done: the cell had ended before"]
+    until(lambda: path.exists() and path.read_bytes() and faults.read(path).done)
+    assert [d.result for d in faults.read(path).done] == ["not done: the cell had ended before"]

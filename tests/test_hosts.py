@@ -306,7 +306,7 @@ def after(condition: Any, do: Any) -> Iterator[None]:
     """Do something once a condition holds, beside the block."""
 
     def wait() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.02)
         do()
@@ -330,7 +330,7 @@ def _accounted(ran: Ran, server: Scripted) -> None:
 
 @pytest.mark.parametrize("what", ["driver", "host", "stopped host"])
 def test_a_lost_host_is_named_and_what_it_had_begun_is_accounted_for(tmp_path, what, monkeypatch):
-    monkeypatch.setattr(hosts, "LOST_S", 1.0)
+    monkeypatch.setattr(hosts, "LOST_S", 4.0)
     with Scripted(llm_server(lambda n, seen: good(seen, 30))) as server, linked((), ()) as links:
 
         def kill() -> None:
@@ -344,7 +344,7 @@ def test_a_lost_host_is_named_and_what_it_had_begun_is_accounted_for(tmp_path, w
         with after(lambda: len(asked_of(server)) > 60, lambda: (begun.append(time.monotonic()), kill())):
             trace = trace_file(tmp_path, rows(1000, gap_s=0.02))
             ran = measured(server.url, tmp_path, trace, Load(speed=1.0), links)
-        assert time.monotonic() - begun[0] < 8
+        assert time.monotonic() - begun[0] < 40
         if what == "stopped host":
             os.kill(links[1].process.pid, signal.SIGCONT)
     assert ran.ended.died.startswith("worker 1 ")

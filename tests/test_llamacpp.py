@@ -30,7 +30,7 @@ def server() -> Iterator[str]:
         yield json.loads(child.stdout.readline())["listening"]
     finally:
         child.stdin.close()
-        child.wait(20)
+        child.wait(60)
         child.stdout.close()
 
 

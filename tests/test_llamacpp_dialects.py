@@ -34,7 +34,7 @@ def root() -> Iterator[str]:
         yield json.loads(child.stdout.readline())["listening"].removesuffix("/v1")
     finally:
         child.stdin.close()
-        child.wait(20)
+        child.wait(60)
         child.stdout.close()
 
 

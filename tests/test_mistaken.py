@@ -24,6 +24,7 @@ from llm_bench.targets import Target
 from tests.bench import rows, trace_file
 from tests.certificates import make_certificate
 from tests.fixtures.protocols import MODEL, OVER_HTTP, SPEAKS, body_of, serve
+from tests.quiet import undisturbed
 from tests.scripted import Scripted, http_response, unused_port
 
 every = pytest.mark.parametrize("name", OVER_HTTP)
@@ -52,7 +53,7 @@ def at(server, name, api="", **facts) -> Target:
     return Target("t", root + DIALECTS[name].site.base, api=api or name, **facts)
 
 
-def refused(target, ready_s=5.0) -> str:
+def refused(target, ready_s=30.0) -> str:
     """What is said of it: one line, however the server answers."""
     with pytest.raises(TargetError) as caught:
         probe.probe(target, silent, ready_s)
@@ -252,6 +253,7 @@ def test_protocols_that_share_a_page_are_named_together():
 
 @every
 @pytest.mark.parametrize("status", [200, 404, 502])
+@undisturbed
 def test_a_server_that_speaks_html(name, status):
     with Scripted([(0, http_response(status, PAGE, {"Content-Type": "text/html"}))]) as server:
         said = refused(at(server, name), ready_s=0.8)
@@ -264,6 +266,7 @@ def test_a_server_that_speaks_html(name, status):
 
 
 @pytest.mark.parametrize("name", DIALECTS)
+@undisturbed
 def test_nobody_listens(name):
     if DIALECTS[name].transport == "grpc":
         pytest.importorskip("grpc")
@@ -310,6 +313,7 @@ def _declared(target) -> str:
 
 
 @every
+@undisturbed
 def test_a_server_that_closes_at_once(name):
     with _closes() as port:
         said = refused(Target("t", f"http://127.0.0.1:{port}", api=name, model=MODEL), ready_s=0.2)
@@ -366,7 +370,7 @@ def secure(tmp_path_factory):
     loop.set_exception_handler(lambda loop, context: None)  # handshakes that the client gives up
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
     thread.start()
-    assert ready.wait(5)
+    assert ready.wait(60)
     yield port[0], cert
     loop.call_soon_threadsafe(ended.set)
     thread.join(2)

@@ -19,6 +19,7 @@ from llm_bench.exchange import COMPLETE, Exchange, Timeouts
 from llm_bench.http1 import events
 from llm_bench.null_target import SERVICES, NullTarget, Queue, Times, main
 from llm_bench.wire import Wire, run
+from tests.quiet import undisturbed
 
 PATHS = {"chat": "/chat/completions", "text": "/completions"}
 
@@ -32,7 +33,7 @@ def null_target(*arguments: str) -> Iterator[str]:
         yield json.loads(child.stdout.readline())["listening"]
     finally:
         child.send_signal(signal.SIGTERM)
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
         child.stdout.close()
 
 
@@ -106,8 +107,10 @@ def test_a_port_that_there_cannot_be_is_refused(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@undisturbed
 def test_events_leave_at_the_known_times_and_the_truth_says_when(tmp_path: Path, stream: bool) -> None:
     truth = tmp_path / "truth.jsonl"
+    truth.unlink(missing_ok=True)
     with null_target("--ttft-ms", "60", "--itl-ms", "20", "--truth", str(truth)) as url:
         exchange = run(exchange_with(url, chat(4, stream=stream)))
     line = json.loads(truth.read_text())
@@ -146,6 +149,7 @@ def test_the_wait_is_in_the_first_token_and_the_last_leaves_when_the_service_end
     assert run(made()) == [Times(5, 19), Times(190, 0), Times(185, 95)]
 
 
+@undisturbed
 def test_two_that_come_together_are_served_after_each_other(tmp_path: Path) -> None:
     async def main(url: str) -> list[Exchange]:
         wire = wire_to(url)
@@ -154,6 +158,7 @@ def test_two_that_come_together_are_served_after_each_other(tmp_path: Path) -> N
         return list(got)
 
     truth = tmp_path / "truth.jsonl"
+    truth.unlink(missing_ok=True)
     with null_target("--servers", "1", "--service", "constant", "--service-ms", "60", "--truth", str(truth)) as url:
         got = run(main(url))
     assert {e.ended for e in got} == {COMPLETE}
@@ -175,7 +180,7 @@ def test_256_streams_at_once_are_all_complete_and_keep_their_pace() -> None:
         wire = wire_to(url)
         begun = now_ns()
         got = await asyncio.gather(*(wire.send(payload(chat(20), str(i))) for i in range(256)))
-        assert (now_ns() - begun) / 1e9 < 10
+        assert (now_ns() - begun) / 1e9 < 60
         assert len(wire.idle) == 256  # each had a connection of its own, and each is kept
         wire.close()
         return list(got)
@@ -260,5 +265,5 @@ def test_it_ends_when_its_stdin_is_closed() -> None:
     assert child.stdout is not None
     assert b"listening" in child.stdout.readline()
     child.stdin.close()
-    assert child.wait(10) == 0
+    assert child.wait(60) == 0
     child.stdout.close()

@@ -20,6 +20,7 @@ from llm_bench.targets import Target
 from llm_bench.wire import Wire, request_head
 from tests.bench import bench, good, llm_server, rows, trace_file
 from tests.certificates import make_certificate
+from tests.quiet import undisturbed
 from tests.scripted import END, FINISH, SSE_HEAD, Scripted, http_response, sse, token, unused_port
 
 NONE = Path("no-such-targets.toml")
@@ -318,6 +319,7 @@ def test_a_tunnel_that_is_refused_is_a_connect_error_with_the_status(answer: byt
     assert BASIC not in exchange.error
 
 
+@undisturbed
 def test_a_proxy_that_never_answers_is_a_connect_timeout() -> None:
     async def main() -> Exchange:
         async with scripted_proxy(b"HTTP/1.1 200 OK\r\n\r\n", pause_s=0.5) as (port, _):
