@@ -179,7 +179,7 @@ def test_a_second_run_into_the_folder_of_one_that_measures_is_refused(tmp_path):
         while not (tmp_path / "run" / "run.json").exists():
             assert first.poll() is None
         second = subprocess.run([*whole, "--resume"], capture_output=True, text=True, env=environment(), check=False)
-        first.communicate(timeout=60)
+        first.communicate(timeout=180)
     assert first.returncode == 0
     assert second.returncode == 2
     assert "another llm-bench is measuring" in second.stderr.splitlines()[-1]

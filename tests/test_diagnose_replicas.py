@@ -116,7 +116,7 @@ def test_two_processes_of_which_one_is_slow(tmp_path: Path) -> None:
     with null_target("--ttft-ms", "5") as quick, null_target("--ttft-ms", "40") as slow:
         asked = command("run", "--targets", f"t={quick}|{slow}", "--trace", trace, "--out", tmp_path / "run")
         asked += ["--concurrency", "8", "--metrics", "ttft_p50", "--workers", "1"]
-        done = subprocess.run(asked, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+        done = subprocess.run(asked, capture_output=True, text=True, env=environment(), timeout=180, check=False)
         assert done.returncode == 0, done.stderr
     (of,) = diagnose_report.diagnosed(results.load_run(tmp_path / "run"))
     assert f"{slow} is slow: median TTFT" in of.diagnosis.findings["hot replica"].seen

@@ -94,7 +94,7 @@ def test_a_run_is_not_resumed_with_another_revision_under_the_same_name(tmp_path
             command(*asked, "--out", tmp_path / "run", *more),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             cwd=tmp_path,
             env=environment(),
             check=False,

@@ -25,7 +25,7 @@ def test_it_keeps_the_contract(up: Up, name: str, spoken: Spoken, check: str, tm
 def test_a_protocol_that_mlserver_does_not_speak_ends_in_one_sentence(up: Up, api: str) -> None:
     """Its list of models is Triton's, so that only an answer tells the two apart."""
     asked = command("targets", "check", f"t={up('mlserver')[0]}", "--api", api, "--model", "words")
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=180, env=environment(), check=False)
     assert done.returncode == 4
     said = done.stderr.strip().splitlines()[-1]
     assert said.startswith("llm-bench: target t: a small probe request failed (http_4xx")

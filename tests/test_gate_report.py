@@ -338,7 +338,7 @@ def test_the_worked_example_for_a_ci_lets_nothing_but_a_pass_through(
     tool.chmod(0o755)
     (tmp_path / "codes").write_text("".join(f"{c}\n" for c in codes))
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TRACE": "t", "GITHUB_STEP_SUMMARY": "summary"}
-    done = subprocess.run(["bash", "-eo", "pipefail", "-c", recipe], cwd=tmp_path, env=env, timeout=60)
+    done = subprocess.run(["bash", "-eo", "pipefail", "-c", recipe], cwd=tmp_path, env=env, timeout=180)
     assert done.returncode == code
     assert (tmp_path / "codes").read_text() == ""
 

@@ -207,7 +207,7 @@ def test_no_tls_where_it_is_spoken_is_one_sentence_and_nothing_of_grpcs_own_log(
         said = [
             subprocess.run(
                 command("targets", "check", f"t={url}", *asked),
-                capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(), check=False,
+                capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment(), check=False,
             ).stderr.strip().splitlines()
             for url in (plain, server.url)
         ]  # fmt: skip
@@ -311,7 +311,7 @@ def test_a_run_of_both_kinds_by_two_workers(tmp_path):
             command("run", *asked, "--trace", trace, "--out", tmp_path / "run", "--format", "json"),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             cwd=tmp_path,
             env=environment(),
             check=False,

@@ -334,11 +334,11 @@ def test_a_lost_host_is_named_and_what_it_had_begun_is_accounted_for(tmp_path, w
     with Scripted(llm_server(lambda n, seen: good(seen, 30))) as server, linked((), ()) as links:
 
         def kill() -> None:
-            pid = _agents_driver(links[1]) if what == "driver" else links[1].process.pid
-            if what == "stopped host":
-                with suppress(ProcessLookupError):  # a host that is gone takes its driver with it
-                    os.kill(_agents_driver(links[1]), signal.SIGKILL)
-            os.kill(pid, signal.SIGSTOP if what == "stopped host" else signal.SIGKILL)
+            host, driver = links[1].process.pid, _agents_driver(links[1])
+            os.kill(driver if what == "driver" else host, signal.SIGSTOP if what == "stopped host" else signal.SIGKILL)
+            if what == "stopped host":  # a host that is gone takes its driver with it; this one cannot tell of it
+                with suppress(ProcessLookupError):
+                    os.kill(driver, signal.SIGKILL)
 
         begun: list[float] = []
         with after(lambda: len(asked_of(server)) > 60, lambda: (begun.append(time.monotonic()), kill())):

@@ -17,7 +17,7 @@ def in_a_process(script: str, soft: int, hard: int, *arguments: str) -> Any:
     """What `script` printed as JSON, run under these limits of open files."""
     lowered = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
     ran = subprocess.run(
-        [sys.executable, "-c", lowered + script, *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", lowered + script, *arguments], capture_output=True, text=True, timeout=180
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

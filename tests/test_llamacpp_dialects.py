@@ -69,7 +69,7 @@ def test_a_protocol_that_it_does_not_speak_ends_with_the_one_that_it_does(root: 
             command("targets", "check", f"t={root}", "--api", name, "--model", "m"),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             env=environment(),
             check=False,
         )

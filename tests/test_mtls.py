@@ -168,13 +168,13 @@ def test_a_run_shows_it_by_targets_toml(demanding, tmp_path):
     trace = trace_file(tmp_path, rows(8))
     asked = command("run", "--targets", "t", "--trace", str(trace), "--concurrency", "2", "--out", "out")
     done = subprocess.run(
-        asked, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(), check=False
+        asked, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment(), check=False
     )
     assert done.returncode == 0, done.stderr
     (tmp_path / "targets.toml").write_text(f'[targets.t]\nurl = "{target.url}"\ncafile = "{target.cafile}"\n')
     asked = command("targets", "check", "t", "--ready-timeout", "1")
     done = subprocess.run(
-        asked, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(), check=False
+        asked, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment(), check=False
     )
     assert done.returncode == 4
     assert "client certificate" in done.stderr.strip().splitlines()[-1]

@@ -121,7 +121,7 @@ def test_what_no_cell_needs_is_asked_when_the_load_is_over_and_kept_with_the_run
     with Scripted(answer) as server:
         asked = ["run", "--targets", f"t={server.url}", "--trace", str(trace), "--concurrency", "1"]
         asked += ["--out", str(tmp_path / "run")]
-        done = subprocess.run(command(*asked), env=environment(), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command(*asked), env=environment(), capture_output=True, text=True, timeout=180)
         texts = asked_of(server)
     assert done.returncode == 0, done.stderr
     learnt = json.loads((tmp_path / "run/run.json").read_text())["learnt"]["t"]
@@ -130,7 +130,7 @@ def test_what_no_cell_needs_is_asked_when_the_load_is_over_and_kept_with_the_run
     assert "t: prefix cache undecided, usage in every event no" in done.stderr
     page = tmp_path / "page.html"
     report = command("report", tmp_path / "run", "--format", "html", "-o", page)
-    assert subprocess.run(report, env=environment(), capture_output=True, timeout=60, check=False).returncode == 0
+    assert subprocess.run(report, env=environment(), capture_output=True, timeout=180, check=False).returncode == 0
     assert "t: after the load.prefix_cache" in page.read_text().replace("<wbr>", "")
     repeated = [place for place, text in enumerate(texts) if texts.count(text) == 2 and len(text.split()) == 256]
     assert repeated and min(repeated) > 2 + 2 + 3  # behind two questions, two prompts that were sized, and the load

@@ -410,13 +410,13 @@ def test_the_first_answer_of_a_cold_server_is_not_what_a_request_takes_alone():
         if seen.method == "GET":
             return [(0, http_response(200, b'{"data": [{"id": "m"}]}'))]
         posts.append(seen.json()["messages"][0]["content"])
-        return good(seen, 600 if len(posts) == 1 else 20)
+        return good(seen, 2500 if len(posts) == 1 else 20)
 
     with Scripted(answer) as server:
         found = probe.probe(Target("t", server.url), silent, 5.0)
-    assert 20 <= found.alone_ms < 300
+    assert 20 <= found.alone_ms < 2500
     assert found.ttft_ms is not None
-    assert 20 <= found.ttft_ms < 300
+    assert 20 <= found.ttft_ms < 2500
     assert posts[0].split()[0] != posts[1].split()[0]  # the second is no hit of the first one's cache
 
 
