@@ -24,6 +24,7 @@ from tests.scripted import unused_port
 from tests.test_mtls import in_front_of
 
 grpc = pytest.importorskip("grpc", reason="grpcio, the extra `grpc`, is not installed")
+from tests.quiet import undisturbed  # noqa: E402
 from tests.scripted_grpc import SERVICE, ScriptedGrpc, serve  # noqa: E402
 
 BOTH = pytest.mark.parametrize(("api", "model"), [("kserve-grpc", "llm"), ("kserve-grpc-infer", "echo")])
@@ -163,6 +164,7 @@ def closing():
 
 
 @BOTH
+@undisturbed
 def test_a_server_that_closes_at_once(api, model):
     with closing() as url:
         assert "is not ready after 0.2 s" in mistake(target_of(url, api, model), 0.2)
@@ -173,6 +175,7 @@ def test_a_url_with_a_path():
         probed(target_of("http://127.0.0.1:1/v1"))
 
 
+@undisturbed
 def test_nobody_listens():
     url = f"http://127.0.0.1:{unused_port()}"
     said = mistake(target_of(url), 0.2)
@@ -246,12 +249,13 @@ def test_a_client_certificate_is_shown(api, model, demanding):
         ("expired", "the client certificate of `cert` is not one of its authority's, or has expired"),
     ],
 )
+@undisturbed
 def test_without_its_certificate_nobody_is_measured(name, said, demanding):
     """Each time: what grpcio says of it depends on which address of `localhost` it tried last."""
     bare, pairs, server = demanding
     key, cert = pairs.get(name, ("", ""))
     before = len(server.calls)
-    text = mistake(replace(bare, key=str(key), cert=str(cert)))
+    text = mistake(replace(bare, key=str(key), cert=str(cert)), 0.5)
     assert text.endswith(f"; it closes without a word, as where {said}")
     assert len(server.calls) == before
 
