@@ -17,6 +17,7 @@ from llm_bench.formats import FORMATS
 from llm_bench.prefixes import blocks, infinite
 from llm_bench.request import Request, Trace
 from llm_bench.trace import read, write
+from tests.quiet import undisturbed
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
@@ -440,6 +441,7 @@ def test_reading_leaves_the_garbage_collector_as_it_was(file: Path) -> None:
     assert not enabled
 
 
+@undisturbed
 def test_a_hundred_thousand_rows_are_read_in_a_second_or_two(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     stamps = ((i // 3600 % 24, i // 60 % 60, i % 60, i) for i in range(100_000))
