@@ -59,7 +59,6 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.primary_user_agent", "llm-bench"),
 )
@@ -77,8 +76,9 @@ def library() -> Any:
 
 def options(connect_s: float | None) -> list[tuple[str, Any]]:
     """Of every channel, those of a probe too."""
-    # At least this long is an attempt to connect given; the limit itself is the caller's.
-    return [*_OPTIONS, ("grpc.min_reconnect_backoff_ms", max(100, round(1e3 * (connect_s or 20.0))))]
+    # So long is an attempt to connect given: longer than the caller's own limit, which is to end it. Of two options of
+    # one name grpcio takes the first.
+    return [*_OPTIONS, ("grpc.min_reconnect_backoff_ms", 1000 + round(1e3 * (connect_s or 20.0)))]
 
 
 def address_of(url: str) -> tuple[str, bool]:

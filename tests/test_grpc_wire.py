@@ -198,6 +198,13 @@ def test_a_server_that_accepts_nothing():
     assert exchange.sent_ns == 0
 
 
+def test_a_server_that_accepts_and_says_nothing_has_the_whole_time_out_of_a_connect():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        exchange = ask(f"http://127.0.0.1:{silent.getsockname()[1]}", timeouts=Timeouts(connect_s=0.5))
+    assert (exchange.ended, exchange.sent_ns) == ("connect_timeout", 0)
+    assert exchange.connect_ns > 400e6  # and not 100 ms, as grpcio would have it
+
+
 LIMITS = {
     "ttft_timeout": (Timeouts(ttft_s=0.08), [(0, FINAL_MESSAGE.replace(b"\x08\x01", b"\x08\x00")), (900, text("a"))]),
     "stall_timeout": (Timeouts(stall_s=0.08), [(0, text("a")), (900, text("b"))]),
