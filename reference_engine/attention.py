@@ -26,6 +26,7 @@ class Cache:
     sin: torch.Tensor  # the same; the first half negated, see `rotate`
     gathered: torch.Tensor  # [2, elements] where keys and values of a group or chunk are brought together; grows
     sizes: native.Geometry
+    windows: torch.Tensor  # [layers] int64: keys that a query sees; 0: all
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.pool, self.scales) if t is not None)
@@ -36,11 +37,13 @@ def make_cache(shape: Shape, pages: Pages, like: torch.Tensor, rotation: tuple[t
     # zeros, not empty: rows that a mask hides still enter a product with weight 0, and 0 · NaN is NaN
     size = (shape.layers, 2, pages.num_blocks, shape.kv_heads, pages.block_size)
     stored = STORED[kind]
-    pool = like.new_zeros(*size, shape.head_dim, dtype=stored or like.dtype)
+    make = native.zeros if like.device.type == "cpu" else like.new_zeros
+    pool = make(*size, shape.head_dim, dtype=stored or like.dtype)
     scales = like.new_zeros(size, dtype=torch.float32) if stored else None
     cos, sin = (t.to(like) for t in rotation)
     sizes = native.geometry(shape, pages.num_blocks, pages.block_size)
-    return Cache(shape, pages, pool, scales, cos, sin, pool.new_empty(2, 0), sizes)
+    windows = torch.tensor([pages.window if n in shape.windowed else 0 for n in range(shape.layers)])
+    return Cache(shape, pages, pool, scales, cos, sin, pool.new_empty(2, 0), sizes, windows)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -161,3 +164,14 @@ def attend_native(cache: Cache, number: int, qkv: torch.Tensor, batch: Batch) ->
     window = cache.pages.window if number in cache.shape.windowed else 0
     scales = None if cache.scales is None else cache.scales[number]
     return native.attend(cache.sizes, qkv, cache.pool[number], scales, batch.positions, batch.layout, window)
+
+
+def all_layers(
+    cache: Cache, stack: native.Stack, x: torch.Tensor, batch: Batch, kept: torch.Tensor | None
+) -> torch.Tensor:
+    """What model.hidden computes in parts, bit for bit."""
+    assert isinstance(batch.layout, Paged)
+    return native.all_layers(
+        stack, x, cache.sizes, cache.pool, cache.scales, (cache.cos, cache.sin), cache.windows, batch.positions,
+        batch.slots, batch.layout, kept,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ class Matrix(NamedTuple):
 
     times: Callable[[torch.Tensor], torch.Tensor]  # x [rows, inputs] -> [rows, outputs] of x's dtype
     parts: tuple[torch.Tensor, ...]  # what is kept of it
+    packed: native.Matrix | None = None  # the same for native.all_layers
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.parts)
@@ -37,7 +38,8 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     panels, outputs = native.pack(weight), len(weight)
-    return Matrix(lambda x: native.product(x, panels, outputs, bias), _parts(panels, bias))
+    packed = native.matrix("float32", weight.shape[1], outputs, panels, None, bias)
+    return Matrix(lambda x: native.product(x, panels, outputs, bias), _parts(panels, bias), packed)
 
 
 def _weights8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
@@ -55,7 +57,10 @@ def _triton_weights8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
 def _packed_weights8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     integers, scales = quant.rows(weight)
     panels, by_output = native.pack(integers), scales[:, 0].contiguous()
-    return Matrix(lambda x: native.product_weights8(x, panels, by_output, bias), _parts(panels, by_output, bias))
+    packed = native.matrix("weights8", weight.shape[1], len(weight), panels, by_output, bias)
+    return Matrix(
+        lambda x: native.product_weights8(x, panels, by_output, bias), _parts(panels, by_output, bias), packed
+    )
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
@@ -67,7 +72,8 @@ def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
 def _packed_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     integers, scales = quant.rows(weight)
     panels, by_output = native.pack_int8(integers), scales[:, 0].contiguous()
-    return Matrix(lambda x: native.product_int8(x, panels, by_output, bias), _parts(panels, by_output, bias))
+    packed = native.matrix("int8", weight.shape[1], len(weight), panels, by_output, bias)
+    return Matrix(lambda x: native.product_int8(x, panels, by_output, bias), _parts(panels, by_output, bias), packed)
 
 
 def _parts(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

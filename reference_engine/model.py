@@ -83,6 +83,7 @@ class Model:
     head: Matrix
     cache: Cache
     kernels: str  # of KERNELS
+    stack: native.Stack | None = None  # the layers for kernels that take all of them at once
 
     def bytes(self) -> int:
         """Of the weights, a head that is the embedding itself counted once."""
@@ -119,7 +120,22 @@ def make(
         for layer in weights.layers
     )
     cache = attention.make_cache(shape, pages, weights.embedding, rotation(shape, positions), kv_cache_dtype)
-    return Model(shape, weights.embedding, layers, weights.norm, prepare(weights.head, None), cache, kernels)
+    stack = _stack(shape, layers, weights.norm) if kernels == "native" else None
+    return Model(shape, weights.embedding, layers, weights.norm, prepare(weights.head, None), cache, kernels, stack)
+
+
+def _stack(shape: Shape, layers: tuple[Block, ...], norm: torch.Tensor) -> native.Stack:
+    return native.stack(
+        [
+            (
+                layer.attention_norm, *layer.head_norms, layer.ffn_norm,
+                *(m.packed for m in (layer.qkv, layer.out, layer.gate_up, layer.down)),
+            )
+            for layer in layers
+        ],
+        norm,
+        shape.norm_eps,
+    )  # fmt: skip
 
 
 def frequencies(shape: Shape) -> tuple[torch.Tensor, float]:
@@ -200,6 +216,8 @@ def hidden(
     rows, last = len(batch.token_ids), shape.layers - 1
     added = [(adapters[group.adapter], group.rows) for group in batch.adapters]
     x = F.embedding(batch.token_ids, model.embedding)  # the sum of what the layers add; in place from here
+    if model.stack and not added:
+        return attention.all_layers(cache, model.stack, x, batch, kept if isinstance(kept, torch.Tensor) else None)
     normed = kernels.rms_norm(x, model.layers[0].attention_norm, eps)
     for number, layer in enumerate(model.layers):
         product = partial(_product, layer, number, added) if added else partial(_bare, layer)

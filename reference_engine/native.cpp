@@ -3,15 +3,23 @@
 // alone: not on the batch, on how a prompt was cut, or on the number of threads. Bits do not change with company.
 //
 // All arrays are contiguous. Sizes are in elements. "Panel": 16 outputs of a matrix, [inputs][16], tails filled with 0.
+//
+// Threads: a function that takes a Team is run by all threads of a parallel region, with equal arguments. They share the
+// turns of its loops and go on when all are done.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <utility>
 #include <vector>
 #if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
 #endif
 
 namespace {
@@ -19,7 +27,75 @@ namespace {
 constexpr int64_t PANEL = 16;
 constexpr int64_t ROWS = 96;             // of the left side at once: what is read again for each panel stays in L2
 constexpr int64_t WORTH = 1 << 15;       // elements below which waking threads costs more than it saves
+constexpr int SPINS = 2000;              // of one who waits for others, some tens of microseconds, before it yields
 int threads = 1;
+
+// Memory of the calling thread, kept for its next call: fresh megabytes cost page faults each time.
+enum Place { PACKED, NORMED, QKV, ATTENDED, ADDED, GATE_UP, GATED, KEPT, PLACES };
+float* memory(Place place, int64_t count) {
+    static thread_local std::vector<float> kept[PLACES];
+    if (int64_t(kept[place].size()) < count) kept[place] = std::vector<float>(count);
+    return kept[place].data();
+}
+
+// ---- Threads. Not by `omp for`: its barriers send a thread to sleep almost at once where a process has more threads in
+// all its pools than there are processors, as a server has that computes in one and loads in another. To wake one takes
+// longer than most of these loops.
+class Team {
+    alignas(64) std::atomic<int64_t> next{0};
+    alignas(64) std::atomic<int> arrived{0}, round{0};
+
+    static int size() {
+#ifdef _OPENMP
+        return omp_get_num_threads();  // 1 outside of a region
+#else
+        return 1;
+#endif
+    }
+
+    static void nap(int times) {
+#if defined(__x86_64__)
+        if (times < SPINS) return __builtin_ia32_pause();
+#endif
+        std::this_thread::yield();  // to whoever needs the processor, perhaps the one that is waited for
+    }
+
+    void meet() {
+        const int now = round.load(std::memory_order_acquire);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
+            next.store(0, std::memory_order_relaxed), arrived.store(0, std::memory_order_relaxed);
+            round.store(now + 1, std::memory_order_release);
+        }
+        for (int times = 0; round.load(std::memory_order_acquire) == now; times++) nap(times);
+    }
+
+public:
+    // turn(i) for all i below count: runs of them, shorter and shorter, so that nobody waits long for one who was held up.
+    template <class Turn>
+    void each(int64_t count, Turn turn) {
+        const int team = size();
+        if (team == 1) {
+            for (int64_t i = 0; i < count; i++) turn(i);
+            return;
+        }
+        int64_t begin = next.load(std::memory_order_relaxed), end;
+        while (begin < count) {
+            end = begin + std::max<int64_t>(1, (count - begin) / (2 * team));
+            if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+            for (; begin < end; begin++) turn(begin);
+            begin = next.load(std::memory_order_relaxed);
+        }
+        meet();
+    }
+};
+
+// All threads do `work`, or this one alone where to wake others costs more than it saves.
+template <class Work>
+void together(bool worth, Work work) {
+    Team team;
+#pragma omp parallel num_threads(threads) if (threads > 1 && worth)
+    work(team);
+}
 
 // ---- Eight lanes: AVX2, or loops that a compiler turns into what the machine has.
 #if defined(__AVX2__) && defined(__FMA__)
@@ -287,29 +363,35 @@ Tile<Kind> tile_of(int64_t rows, std::integer_sequence<int, R...>) {
     return tiles[rows - 1];
 }
 
-// out [rows, outputs] = x [rows, inputs] times the panels, scaled by column, plus bias; scales and bias may be null.
+struct Matrix {
+    int64_t kind, inputs, outputs;  // kind: of KINDS
+    const void* panels;
+    const float *scales, *bias;  // by output; both may be null
+};
+
+// Elements that `product` packs rows into.
+int64_t packed_size(int64_t inputs) { return ROWS * (inputs + 2); }
+
+// out [rows, outputs] = x [rows, inputs] times the panels, scaled by column, plus bias.
 template <class Kind>
-void product(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs,
-             const typename Kind::Right* panels, const float* scales, const float* bias) {
-    const int64_t steps = (inputs + Kind::DEPTH - 1) / Kind::DEPTH, count = (outputs + PANEL - 1) / PANEL;
+void product(Team& team, float* out, const float* x, int64_t rows, const Matrix& m, float* packed) {
+    static_assert(sizeof(typename Kind::Left) == sizeof(float));
+    const int64_t steps = (m.inputs + Kind::DEPTH - 1) / Kind::DEPTH, count = (m.outputs + PANEL - 1) / PANEL;
     const int64_t bytes = steps * Kind::DEPTH * PANEL * int64_t(sizeof(typename Kind::Right));
-    static thread_local std::vector<typename Kind::Left> packed;
-    float row_scales[ROWS];
+    const auto* const panels = static_cast<const typename Kind::Right*>(m.panels);
+    auto* const left = reinterpret_cast<typename Kind::Left*>(packed);
+    float* const row_scales = packed + ROWS * (m.inputs + 1);
     for (int64_t first = 0; first < rows; first += ROWS) {
         const int64_t here = std::min(ROWS, rows - first), tiles = (here + Kind::TILE - 1) / Kind::TILE;
-        packed.resize(std::max<size_t>(packed.size(), here * steps));
-        auto* const left = packed.data();
         // Tiles of equal height: two of four rows are faster than one of six and one of two.
         const auto begin = [&](int64_t t) { return t * here / tiles; };
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && here * inputs > WORTH)
-        for (int64_t t = 0; t < tiles; t++) {
+        team.each(tiles, [&](int64_t t) {
             const int64_t r = begin(t);
-            Kind::pack(x + (first + r) * inputs, inputs, begin(t + 1) - r, left + r * steps, row_scales + r);
-        }
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && inputs * outputs > WORTH)
-        for (int64_t panel = 0; panel < count; panel++) {
+            Kind::pack(x + (first + r) * m.inputs, m.inputs, begin(t + 1) - r, left + r * steps, row_scales + r);
+        });
+        team.each(count, [&](int64_t panel) {
             const auto* const right = panels + panel * steps * Kind::DEPTH * PANEL;
-            const int64_t column = panel * PANEL, width = std::min(PANEL, outputs - column);
+            const int64_t column = panel * PANEL, width = std::min(PANEL, m.outputs - column);
             for (int64_t t = 0; t < tiles; t++) {
                 typename Kind::Sum found[Kind::TILE][PANEL];
                 const int64_t r = begin(t), height = begin(t + 1) - r;
@@ -317,15 +399,22 @@ void product(float* out, const float* x, int64_t rows, int64_t inputs, int64_t o
                 const auto tile = tile_of<Kind>(height, std::make_integer_sequence<int, Kind::TILE>());
                 tile(left + r * steps, right, steps, found, {next, bytes / steps / tiles});
                 for (int64_t i = 0; i < height; i++) {
-                    float* const to = out + (first + r + i) * outputs + column;
+                    float* const to = out + (first + r + i) * m.outputs + column;
                     for (int64_t j = 0; j < width; j++) {
-                        const float scale = scales ? scales[column + j] : 1.0f;
-                        to[j] = Kind::value(found[i][j], row_scales[r + i], scale) + (bias ? bias[column + j] : 0.0f);
+                        const float scale = m.scales ? m.scales[column + j] : 1.0f;
+                        const float bias = m.bias ? m.bias[column + j] : 0.0f;
+                        to[j] = Kind::value(found[i][j], row_scales[r + i], scale) + bias;
                     }
                 }
             }
-        }
+        });
     }
+}
+
+void product(Team& team, float* out, const float* x, int64_t rows, const Matrix& m, float* packed) {
+    using Product = decltype(&product<Int8>);
+    static constexpr Product KINDS[] = {product<Floats<float>>, product<Floats<int8_t>>, product<Int8>};
+    KINDS[m.kind](team, out, x, rows, m, packed);
 }
 
 // ---- Attention.
@@ -417,6 +506,11 @@ struct Geometry {
     int64_t heads, kv_heads, dim, block_size, num_blocks;
 };
 
+template <class Number>
+inline void foresee(const Number* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(Number))) __builtin_prefetch(from + i);
+}
+
 // One KV head's queries of one row over the keys [first, position].
 template <class Number>
 void attend_row(float* out, const float* queries, const Number* pool, const float* scales, const Geometry& g,
@@ -430,12 +524,18 @@ void attend_row(float* out, const float* queries, const Number* pool, const floa
     float *query = scratch.data(), *place = query + group * g.dim, *score = place + g.block_size * g.dim;
     const float scale = 1.0f / std::sqrt(float(g.dim));
     for (int64_t i = 0; i < group * g.dim; i++) query[i] = queries[i] * scale;
+    const auto row_of = [&](int64_t kind, int64_t at) {
+        return kind * half + (int64_t(table[at / g.block_size]) * g.kv_heads + kv_head) * g.block_size;
+    };
     const auto blocks = [&](int64_t kind, auto use) {
         for (int64_t at = begin; at <= position; at += g.block_size) {
-            const int64_t skip = std::max<int64_t>(first - at, 0);
+            const int64_t skip = std::max<int64_t>(first - at, 0), next = at + g.block_size;
             const int64_t here = std::min(g.block_size, position + 1 - at) - skip;
-            const int64_t row = (int64_t(table[at / g.block_size]) * g.kv_heads + kv_head) * g.block_size + skip;
-            const float* found = rows_of(pool, scales, kind * half + row, here, g.dim, place);
+            // Blocks lie anywhere, so that the hardware foresees none: after the last keys come the first values.
+            if (next <= position || kind == 0)
+                foresee(pool + (next <= position ? row_of(kind, next) : row_of(1, begin)) * g.dim,
+                        g.block_size * g.dim);
+            const float* found = rows_of(pool, scales, row_of(kind, at) + skip, here, g.dim, place);
             for (int64_t h = 0; h < group; h++) use(h, score + h * stride + (at + skip - first), found, here);
         }
     };
@@ -449,19 +549,27 @@ void attend_row(float* out, const float* queries, const Number* pool, const floa
     });
 }
 
+// The rows of a step: where they stand, the slots (block · block_size + offset) of their keys, whose table is theirs.
+struct Rows {
+    int64_t count;
+    const int64_t *positions, *slots;
+    const int32_t* tables;
+    int64_t width;
+    const int32_t* table_of_row;
+};
+
+// out [rows, heads, dim]: each row's queries over the keys of its table up to its position, `window` of them or all.
 template <class Number>
-void attend(float* out, const float* qkv, const Number* pool, const float* scales, const Geometry& g, int64_t rows,
-            const int64_t* positions, const int32_t* tables, int64_t width, const int32_t* table_of_row,
-            int64_t window) {
+void attend(Team& team, float* out, const float* qkv, const Number* pool, const float* scales, const Geometry& g,
+            const Rows& rows, int64_t window) {
     const int64_t group = g.heads / g.kv_heads;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && rows * g.kv_heads > 1)
-    for (int64_t item = 0; item < rows * g.kv_heads; item++) {
-        const int64_t row = item / g.kv_heads, kv_head = item % g.kv_heads, position = positions[row];
+    team.each(rows.count * g.kv_heads, [&](int64_t item) {
+        const int64_t row = item / g.kv_heads, kv_head = item % g.kv_heads, position = rows.positions[row];
         const int64_t first = window ? std::max<int64_t>(position + 1 - window, 0) : 0;
         attend_row(out + (row * g.heads + kv_head * group) * g.dim,
                    qkv + (row * (g.heads + 2 * g.kv_heads) + kv_head * group) * g.dim, pool, scales, g,
-                   tables + table_of_row[row] * width, first, position, kv_head);
-    }
+                   rows.tables + rows.table_of_row[row] * rows.width, first, position, kv_head);
+    });
 }
 
 inline void normalise(float* to, const float* x, const float* weight, int64_t size, float eps) {
@@ -486,14 +594,13 @@ inline void put(int8_t* to, float* scale, const float* x, int64_t dim) {
     for (; i < dim; i++) to[i] = int8_t(std::clamp(std::nearbyint(x[i] / *scale), -127.0f, 127.0f));
 }
 
+// Norms of heads and rotation of qkv [rows, heads + 2 kv_heads, dim] in place; keys and values into a layer's pool.
 template <class Number>
-void store(float* qkv, Number* pool, float* scales, const Geometry& g, int64_t rows, const int64_t* positions,
-           const int64_t* slots, const float* cos, const float* sin, const float* q_norm, const float* k_norm,
-           float eps) {
+void store(Team& team, float* qkv, Number* pool, float* scales, const Geometry& g, const Rows& rows,
+           const float* cos, const float* sin, const float* q_norm, const float* k_norm, float eps) {
     const int64_t across = g.heads + 2 * g.kv_heads, half = g.dim / 2;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * across * g.dim > WORTH)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *c = cos + positions[row] * g.dim, *s = sin + positions[row] * g.dim;
+    team.each(rows.count, [&](int64_t row) {
+        const float *c = cos + rows.positions[row] * g.dim, *s = sin + rows.positions[row] * g.dim;
         for (int64_t head = 0; head < across; head++) {
             float* x = qkv + (row * across + head) * g.dim;
             if (head < g.heads + g.kv_heads) {
@@ -507,11 +614,133 @@ void store(float* qkv, Number* pool, float* scales, const Geometry& g, int64_t r
             }
             if (head < g.heads) continue;
             const int64_t kind = (head - g.heads) / g.kv_heads, kv_head = (head - g.heads) % g.kv_heads;
-            const int64_t block = kind * g.num_blocks + slots[row] / g.block_size;
-            const int64_t at = (block * g.kv_heads + kv_head) * g.block_size + slots[row] % g.block_size;
+            const int64_t block = kind * g.num_blocks + rows.slots[row] / g.block_size;
+            const int64_t at = (block * g.kv_heads + kv_head) * g.block_size + rows.slots[row] % g.block_size;
             put(pool + at * g.dim, scales ? scales + at : nullptr, x, g.dim);
         }
+    });
+}
+
+// A KV pool [layers, 2, num_blocks, kv_heads, block_size, dim], or one layer's; scales, of int8: the same without dim.
+struct Pool {
+    void* numbers;
+    float* scales;  // null for float32
+    Geometry sizes;
+
+    Pool of(int64_t layer) const {
+        const int64_t places = layer * 2 * sizes.num_blocks * sizes.kv_heads * sizes.block_size;
+        const int64_t bytes = places * sizes.dim * (scales ? 1 : sizeof(float));
+        return {static_cast<char*>(numbers) + bytes, scales ? scales + places : nullptr, sizes};
     }
+};
+
+void store(Team& team, float* qkv, const Pool& to, const Rows& rows, const float* cos, const float* sin,
+           const float* q_norm, const float* k_norm, float eps) {
+    if (to.scales)
+        store(team, qkv, static_cast<int8_t*>(to.numbers), to.scales, to.sizes, rows, cos, sin, q_norm, k_norm, eps);
+    else
+        store(team, qkv, static_cast<float*>(to.numbers), to.scales, to.sizes, rows, cos, sin, q_norm, k_norm, eps);
+}
+
+void attend(Team& team, float* out, const float* qkv, const Pool& from, const Rows& rows, int64_t window) {
+    if (from.scales)
+        attend(team, out, qkv, static_cast<const int8_t*>(from.numbers), from.scales, from.sizes, rows, window);
+    else
+        attend(team, out, qkv, static_cast<const float*>(from.numbers), from.scales, from.sizes, rows, window);
+}
+
+// Of x [rows, size], or of total += x.
+void norm(Team& team, float* out, const float* x, float* total, const float* weight, int64_t rows, int64_t size,
+          float eps) {
+    team.each(rows, [&](int64_t r) {
+        const float* from = x + r * size;
+        if (total) {
+            float* const sum = total + r * size;
+            for (int64_t i = 0; i < size; i++) sum[i] += from[i];
+            from = sum;
+        }
+        normalise(out + r * size, from, weight, size, eps);
+    });
+}
+
+// out [rows, size] = silu(gate) * up, of x [rows, 2, size].
+void gate(Team& team, float* out, const float* x, int64_t rows, int64_t size) {
+    team.each(rows, [&](int64_t r) {
+        const float *gate = x + 2 * r * size, *up = gate + size;
+        float* to = out + r * size;
+        const V one = all(1.0f), negative = all(-1.0f);
+        int64_t i = 0;
+        for (; i + 8 <= size; i += 8) {
+            const V g = load(gate + i);
+            save(to + i, mul(div(g, add(one, exponential(mul(g, negative)))), load(up + i)));
+        }
+        for (; i < size; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+    });
+}
+
+void pick(Team& team, float* out, const float* x, const int64_t* which, int64_t count, int64_t size) {
+    team.each(count, [&](int64_t r) { std::copy(x + which[r] * size, x + (which[r] + 1) * size, out + r * size); });
+}
+
+struct Layer {
+    const float *attention_norm, *q_norm, *k_norm, *ffn_norm;  // those of heads may be null
+    Matrix qkv, out, gate_up, down;
+};
+
+struct Stack {
+    const Layer* layers;
+    int64_t count, hidden;
+    const float* norm;  // after the last
+    float eps;
+};
+
+// What a step is computed with beside the layers.
+struct Context {
+    Pool pool;
+    Rows rows;
+    const float *cos, *sin;
+    const int64_t* windows;  // by layer: keys that a query sees, or 0 for all
+    const int64_t* kept;     // rows that anything is wanted of after the last layer
+    int64_t kept_count;      // -1: all
+};
+
+struct Places {
+    float* of[PLACES];
+};
+
+// out [kept, hidden]: x [rows, hidden] through all layers and the last norm; model.py's `hidden` says the same in parts.
+void pass(Team& team, float* out, float* x, const Stack& stack, const Context& with, const Places& places) {
+    const auto& [packed, normed, qkv, attended, added, gate_up, gated, kept] = places.of;
+    const int64_t size = stack.hidden;
+    int64_t rows = with.rows.count;
+    norm(team, normed, x, nullptr, stack.layers[0].attention_norm, rows, size, stack.eps);
+    for (int64_t n = 0; n < stack.count; n++) {
+        const Layer& layer = stack.layers[n];
+        const Pool pool = with.pool.of(n);
+        const bool last = n + 1 == stack.count;
+        product(team, qkv, normed, rows, layer.qkv, packed);
+        store(team, qkv, pool, with.rows, with.cos, with.sin, layer.q_norm, layer.k_norm, stack.eps);
+        attend(team, attended, qkv, pool, with.rows, with.windows[n]);
+        const float* found = attended;
+        if (last && with.kept_count >= 0) {  // what follows serves only the rows that are kept
+            rows = with.kept_count;
+            pick(team, kept, x, with.kept, rows, size);
+            pick(team, qkv, attended, with.kept, rows, layer.out.inputs);
+            x = kept, found = qkv;
+        }
+        product(team, added, found, rows, layer.out, packed);
+        norm(team, normed, added, x, layer.ffn_norm, rows, size, stack.eps);
+        product(team, gate_up, normed, rows, layer.gate_up, packed);
+        gate(team, gated, gate_up, rows, layer.down.inputs);
+        product(team, added, gated, rows, layer.down, packed);
+        const float* const weight = last ? stack.norm : stack.layers[n + 1].attention_norm;
+        norm(team, last ? out : normed, added, x, weight, rows, size, stack.eps);
+    }
+}
+
+void product_alone(float* out, const float* x, int64_t rows, const Matrix& m) {
+    float* const packed = memory(PACKED, packed_size(m.inputs));
+    together(m.inputs * m.outputs > WORTH, [&](Team& team) { product(team, out, x, rows, m, packed); });
 }
 
 }  // namespace
@@ -522,60 +751,58 @@ void set_threads(int count) { threads = count; }
 
 void product_float32(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const float* panels,
                      const float* bias) {
-    product<Floats<float>>(out, x, rows, inputs, outputs, panels, nullptr, bias);
+    product_alone(out, x, rows, {0, inputs, outputs, panels, nullptr, bias});
 }
 
 void product_weights8(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const int8_t* panels,
                       const float* scales, const float* bias) {
-    product<Floats<int8_t>>(out, x, rows, inputs, outputs, panels, scales, bias);
+    product_alone(out, x, rows, {1, inputs, outputs, panels, scales, bias});
 }
 
 void product_int8(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const int8_t* panels,
                   const float* scales, const float* bias) {
-    product<Int8>(out, x, rows, inputs, outputs, panels, scales, bias);
+    product_alone(out, x, rows, {2, inputs, outputs, panels, scales, bias});
 }
 
-// Norms of heads and rotation of qkv [rows, heads + 2 kv_heads, dim] in place; keys and values into a layer's pool
-// [2, num_blocks, kv_heads, block_size, dim] at slots (block · block_size + offset). scales: null for float32.
-void store_rows(float* qkv, void* pool, float* scales, const Geometry* g, int64_t rows, const int64_t* positions,
+// Into one layer's pool; scales: null for float32.
+void store_rows(float* qkv, void* pool, float* scales, const Geometry* g, int64_t count, const int64_t* positions,
                 const int64_t* slots, const float* cos, const float* sin, const float* q_norm, const float* k_norm,
                 float eps) {
-    if (scales)
-        store(qkv, static_cast<int8_t*>(pool), scales, *g, rows, positions, slots, cos, sin, q_norm, k_norm, eps);
-    else
-        store(qkv, static_cast<float*>(pool), scales, *g, rows, positions, slots, cos, sin, q_norm, k_norm, eps);
+    const Rows rows = {count, positions, slots, nullptr, 0, nullptr};
+    const bool worth = count * (g->heads + 2 * g->kv_heads) * g->dim > WORTH;
+    together(worth, [&](Team& team) { store(team, qkv, {pool, scales, *g}, rows, cos, sin, q_norm, k_norm, eps); });
 }
 
-// out [rows, heads, dim]: each row's queries over the keys of its table up to its position, `window` of them or all.
-void attend_rows(float* out, const float* qkv, const void* pool, const float* scales, const Geometry* g, int64_t rows,
+void attend_rows(float* out, const float* qkv, void* pool, float* scales, const Geometry* g, int64_t count,
                  const int64_t* positions, const int32_t* tables, int64_t width, const int32_t* table_of_row,
                  int64_t window) {
-    if (scales)
-        attend(out, qkv, static_cast<const int8_t*>(pool), scales, *g, rows, positions, tables, width, table_of_row,
-               window);
-    else
-        attend(out, qkv, static_cast<const float*>(pool), scales, *g, rows, positions, tables, width, table_of_row,
-               window);
+    const Rows rows = {count, positions, nullptr, tables, width, table_of_row};
+    together(count * g->kv_heads > 1, [&](Team& team) { attend(team, out, qkv, {pool, scales, *g}, rows, window); });
 }
 
 void rms_norm(float* out, const float* x, const float* weight, int64_t rows, int64_t size, float eps) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > WORTH)
-    for (int64_t r = 0; r < rows; r++) normalise(out + r * size, x + r * size, weight, size, eps);
+    together(rows * size > WORTH, [&](Team& team) { norm(team, out, x, nullptr, weight, rows, size, eps); });
 }
 
-// out [rows, size] = silu(gate) * up, of x [rows, 2, size].
 void silu_mul(float* out, const float* x, int64_t rows, int64_t size) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > WORTH)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *gate = x + 2 * r * size, *up = gate + size;
-        float* to = out + r * size;
-        const V one = all(1.0f), negative = all(-1.0f);
-        int64_t i = 0;
-        for (; i + 8 <= size; i += 8) {
-            const V g = load(gate + i);
-            save(to + i, mul(div(g, add(one, exponential(mul(g, negative)))), load(up + i)));
-        }
-        for (; i < size; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-    }
+    together(rows * size > WORTH, [&](Team& team) { gate(team, out, x, rows, size); });
+}
+
+// x changes. out: of all rows, or of those that are kept.
+void all_layers(float* out, float* x, const Stack* stack, const Context* with) {
+    const Layer& first = stack->layers[0];
+    const int64_t rows = with->rows.count, widest = std::max({stack->hidden, first.out.inputs, first.down.inputs});
+    const Places places = {{
+        memory(PACKED, packed_size(widest)),
+        memory(NORMED, rows * stack->hidden),
+        memory(QKV, rows * first.qkv.outputs),
+        memory(ATTENDED, rows * first.out.inputs),
+        memory(ADDED, rows * stack->hidden),
+        memory(GATE_UP, rows * first.gate_up.outputs),
+        memory(GATED, rows * first.down.inputs),
+        memory(KEPT, rows * stack->hidden),
+    }};
+    const bool worth = first.gate_up.inputs * first.gate_up.outputs > WORTH;
+    together(worth, [&](Team& team) { pass(team, out, x, *stack, *with, places); });
 }
 }

@@ -7,12 +7,15 @@ They take float32 on the CPU. A row's result depends on that row alone, bit for 
 import ctypes
 import functools
 import hashlib
+import math
+import mmap
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,6 +32,7 @@ FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-shared", "
 LIBRARIES = ("-lm", "-lstdc++")
 THREADED = (("-fopenmp",), ())  # tried in this order; without OpenMP one thread computes
 COMPILE_LIMIT_S = 120
+HUGE = 2 << 20  # bytes of a huge page
 PANEL = 16  # outputs that stand together in a packed matrix
 
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -39,6 +43,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "product_int8": (*[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 3),
     "store_rows": (*[_POINTER] * 4, _COUNT, *[_POINTER] * 6, _REAL),
     "attend_rows": (*[_POINTER] * 5, _COUNT, *[_POINTER] * 2, _COUNT, _POINTER, _COUNT),
+    "all_layers": (*[_POINTER] * 4,),
     "rms_norm": (*[_POINTER] * 3, _COUNT, _COUNT, _REAL),
     "silu_mul": (*[_POINTER] * 2, _COUNT, _COUNT),
 }
@@ -49,9 +54,65 @@ class NativeError(ValueError):
 
 
 class Geometry(ctypes.Structure):
-    """native.cpp's struct of the same name."""
+    """native.cpp's struct of the same name, as all here are."""
 
     _fields_ = [(name, _COUNT) for name in ("heads", "kv_heads", "dim", "block_size", "num_blocks")]
+
+
+KINDS = ("float32", "weights8", "int8")  # of products, in native.cpp's order
+
+
+class Matrix(ctypes.Structure):
+    """A packed matrix. It holds addresses alone: who has it keeps the tensors."""
+
+    _fields_ = [
+        *((name, _COUNT) for name in ("kind", "inputs", "outputs")),
+        *((name, _POINTER) for name in ("panels", "scales", "bias")),
+    ]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("attention_norm", "q_norm", "k_norm", "ffn_norm")),
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+    ]
+
+
+class Stack(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(Layer)),
+        ("count", _COUNT),
+        ("hidden", _COUNT),
+        ("norm", _POINTER),
+        ("eps", _REAL),
+    ]
+
+
+class Pool(ctypes.Structure):
+    _fields_ = [("numbers", _POINTER), ("scales", _POINTER), ("sizes", Geometry)]
+
+
+class Rows(ctypes.Structure):
+    _fields_ = [
+        ("count", _COUNT),
+        ("positions", _POINTER),
+        ("slots", _POINTER),
+        ("tables", _POINTER),
+        ("width", _COUNT),
+        ("table_of_row", _POINTER),
+    ]
+
+
+class Context(ctypes.Structure):
+    _fields_ = [
+        ("pool", Pool),
+        ("rows", Rows),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("windows", _POINTER),
+        ("kept", _POINTER),
+        ("kept_count", _COUNT),
+    ]
 
 
 @functools.cache
@@ -134,11 +195,31 @@ def set_threads(count: int) -> None:
     library().set_threads(count)
 
 
+def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    """torch.zeros on the CPU, of 2 MiB and more in huge pages where the system has them. Raises MemoryError.
+
+    Of small ones a virtual machine's core spends up to a third of a pass in looking up where they are. What is left
+    beyond the last whole huge page stands in small ones, so that no memory is wasted.
+    """
+    taken = math.prod(size) * dtype.itemsize
+    if taken < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(size, dtype=dtype)
+    try:
+        place = mmap.mmap(-1, taken + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{taken} bytes: {error}") from error
+    begin = -torch.frombuffer(place, dtype=torch.uint8).data_ptr() % HUGE
+    with suppress(OSError):  # a kernel without them
+        place.madvise(mmap.MADV_HUGEPAGE, begin, taken // HUGE * HUGE)
+    return torch.frombuffer(place, dtype=dtype, count=math.prod(size), offset=begin).view(size)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[outputs, inputs] float32 or int8 as panels [outputs / 16, inputs, 16], filled up with 0."""
     inputs = weight.shape[1]
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % PANEL))
-    return filled.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+    panels = filled.view(-1, PANEL, inputs).transpose(1, 2)
+    return zeros(*panels.shape, dtype=panels.dtype).copy_(panels)
 
 
 def product(x: torch.Tensor, panels: torch.Tensor, outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
@@ -168,7 +249,8 @@ def pack_int8(weight: torch.Tensor) -> torch.Tensor:
     """[outputs, inputs] int8 as panels [outputs / 16, inputs / 2, 16, 2], filled up with 0."""
     outputs, inputs = weight.shape
     filled = torch.nn.functional.pad(weight, (0, inputs % 2, 0, -outputs % PANEL))
-    return filled.view(-1, PANEL, (inputs + 1) // 2, 2).transpose(1, 2).contiguous()
+    panels = filled.view(-1, PANEL, (inputs + 1) // 2, 2).transpose(1, 2)
+    return zeros(*panels.shape, dtype=panels.dtype).copy_(panels)
 
 
 def product_int8(
@@ -243,6 +325,46 @@ def attend(
         out.data_ptr(), qkv.data_ptr(), pool.data_ptr(), _pointer(scales), ctypes.addressof(sizes), len(qkv),
         positions.data_ptr(), layout.tables.data_ptr(), layout.tables.shape[1], layout.table_of_row.data_ptr(), window,
     )  # fmt: skip
+    return out
+
+
+def matrix(
+    kind: str, inputs: int, outputs: int, panels: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
+) -> Matrix:
+    """For a Layer."""
+    return Matrix(KINDS.index(kind), inputs, outputs, panels.data_ptr(), _pointer(scales), _pointer(bias))
+
+
+def stack(layers: list[tuple[torch.Tensor | Matrix | None, ...]], norm: torch.Tensor, eps: float) -> Stack:
+    """layers: the fields of a Layer each. It holds addresses alone, as Matrix does."""
+    made = [Layer(*(x if isinstance(x, Matrix) else _pointer(x) for x in layer)) for layer in layers]
+    return Stack((Layer * len(made))(*made), len(made), len(norm), norm.data_ptr(), eps)
+
+
+def all_layers(
+    stack: Stack,
+    x: torch.Tensor,
+    sizes: Geometry,
+    pool: torch.Tensor,
+    scales: torch.Tensor | None,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    windows: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    layout: Paged,
+    kept: torch.Tensor | None,
+) -> torch.Tensor:
+    """[kept, hidden]: x [rows, hidden], which changes, through all layers and the last norm. pool: of all layers."""
+    out = x.new_empty(len(x) if kept is None else len(kept), x.shape[1])
+    rows = Rows(
+        len(x), positions.data_ptr(), slots.data_ptr(), layout.tables.data_ptr(), layout.tables.shape[1],
+        layout.table_of_row.data_ptr(),
+    )  # fmt: skip
+    context = Context(
+        Pool(pool.data_ptr(), _pointer(scales), sizes), rows, tables[0].data_ptr(), tables[1].data_ptr(),
+        windows.data_ptr(), _pointer(kept), -1 if kept is None else len(kept),
+    )  # fmt: skip
+    library().all_layers(out.data_ptr(), x.data_ptr(), ctypes.addressof(stack), ctypes.addressof(context))
     return out
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference_engine import attention, batch, model, native, quant
+from reference_engine import attention, batch, model, native, quant, weights
 from reference_engine.batch import Pages
 from reference_engine.families import Shape
 from reference_engine.sequence import Sequence
@@ -264,3 +264,46 @@ def test_a_row_of_attention_has_the_same_bits_however_its_prompt_was_cut(kv: str
         layout = batch.Paged(laid_out.layout.tables, laid_out.layout.table_of_row[rows])
         part = replace(laid_out, positions=laid_out.positions[rows], layout=layout)
         assert torch.equal(attention.attend_native(cache, 0, qkv[rows], part), whole[rows])
+
+
+@pytest.mark.parametrize("kv", attention.KV_DTYPES)
+@pytest.mark.parametrize("quantization", ["none", "int8-weights", "int8"])
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_layers_at_once_have_the_bits_of_the_layers_in_parts(
+    kv: str, quantization: str, window: int, threads: int
+) -> None:
+    """All rows, those that sample, and none of them, which is not all."""
+    read = weights.tiny(0)
+    shape = replace(read.shape, window=window, windowed=frozenset({1}) if window else frozenset())
+    biased = [layer._replace(qkv_bias=numbers(len(layer.qkv))) for layer in read.layers]
+    read = replace(read, shape=shape, layers=tuple(biased))
+    whole = model.make(read, 64, 4, 128, "native", quantization, kv)
+    parts = replace(whole, stack=None)
+    assert whole.stack is not None
+    work = []
+    for i, (computed, n) in enumerate([(9, 14), (0, 5), (50, 1), (15, 1)]):
+        s = sequence(list(range(computed + n)), i)
+        s.computed, s.blocks = computed, list(range(16 * i, 16 * i + 16))
+        work.append((s, n))
+    laid_out = model.lay_out(whole, work)
+    native.set_threads(threads)
+    try:
+        for kept in (slice(None), torch.tensor([3, 0, 17]), torch.empty(0, dtype=torch.int64)):
+            found = []
+            for each in (whole, parts):
+                each.cache.pool.zero_()
+                found.append((model.hidden(each, laid_out, kept), each.cache.pool.clone()))
+            assert torch.equal(found[0][0], found[1][0])
+            assert torch.equal(found[0][1], found[1][1])
+    finally:
+        native.set_threads(1)
+
+
+def test_large_zeros_stand_in_huge_pages_and_are_zeros() -> None:
+    for count in (1, native.HUGE // 4 - 1, native.HUGE // 4, native.HUGE + 3):
+        found = native.zeros(count, 1, dtype=torch.float32)
+        assert found.shape == (count, 1)
+        assert not found.any()
+        assert count * 4 < native.HUGE or found.data_ptr() % native.HUGE == 0
+        found.fill_(1.0)
