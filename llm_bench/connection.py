@@ -137,14 +137,14 @@ class Connection(asyncio.Protocol):
         if not arrivals.AVAILABLE or self.transport.is_closing():
             return
         try:
-            self._source = Source(sock)
+            self._source = Source(sock, self._received, self._lost)
         except OSError:
             return
         pool = self._pool
         if pool.arrivals is None:
             pool.arrivals = Arrivals()
         self.transport.pause_reading()
-        pool.arrivals.add(self._source.fd, self._read)
+        pool.arrivals.add(self._source)
 
     # ---- called by the transport
 
@@ -166,22 +166,11 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received(data, now_ns())
 
-    def _read(self, ahead_ns: int, looked_ns: int) -> None:
-        """Called by `arrivals`: something has come, or the end."""
-        source = self._source
-        if source is None:
-            return
-        try:
-            data, came_ns = source.read(ahead_ns, looked_ns)
-            if data:
-                self._received(data, came_ns)
-                return
+    def _lost(self, why: Exception | None) -> None:
+        """As the transport would tell it, which does not read."""
+        if why is None:
             self.eof_received()
-            self.connection_lost(None)
-        except BlockingIOError:
-            return
-        except Exception as e:  # noqa: BLE001 - raised where the answer is waited for, unless it is the network's
-            self.connection_lost(e)
+        self.connection_lost(why)
         self.transport.abort()
 
     def _received(self, data: bytes, now: int) -> None:
@@ -216,7 +205,7 @@ class Connection(asyncio.Protocol):
             self._alarm.cancel()
         if self._source is not None:
             assert self._pool.arrivals is not None
-            self._pool.arrivals.drop(self._source.fd)
+            self._pool.arrivals.drop(self._source)
             self._source = None
         if self in self._pool.idle:
             self._pool.idle.remove(self)

@@ -1,6 +1,7 @@
 """Stamps of arrival: the kernel's where they can be believed, the clock's where not; and rests between two rounds."""
 
 import asyncio
+import contextlib
 import os
 import select
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from llm_bench import arrivals, clock, limits
-from llm_bench.arrivals import LONGEST_PAUSE_NS, PAUSES_AN_ANSWER, SHORTEST_PAUSE_NS, Arrivals, Source
+from llm_bench.arrivals import COUNTED, LONGEST_REST_NS, RESTS_AN_ANSWER, SHORTEST_REST_NS, Arrivals, Source
 from llm_bench.clock import Wall, now_ns
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
 from llm_bench.wire import Wire
@@ -31,16 +32,22 @@ AHEAD_NS = 1_700_000_000_000_000_000
 
 
 class Stamped:
-    """A socket whose kernel says what it is told to say."""
+    """A socket that can be waited for, whose kernel says what it is told to say."""
 
     def __init__(self, came_ns: int | None, out_of_order: int = 0, info: int = 240) -> None:
         self.came_ns, self.out_of_order, self.info = came_ns, out_of_order, info
+        self.ends = os.pipe()
+        os.write(self.ends[1], b"x")
+
+    def close(self) -> None:
+        for fd in self.ends:
+            os.close(fd)
 
     def setsockopt(self, *_: int) -> None:
         pass
 
     def fileno(self) -> int:
-        return 7
+        return self.ends[0]
 
     def recvmsg(self, size: int, room: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
         if self.came_ns is None:
@@ -54,17 +61,37 @@ class Stamped:
 
 
 MS = 1_000_000
-STAMPS = {
-    # the kernel's stamp, when nothing was there to read, the clock's offset: the stamp of the read
-    "it came a moment ago": (Stamped(NOW_NS - 300_000), NOW_NS - 5 * MS, AHEAD_NS, NOW_NS - 300_000),
-    "it came while the loop was held up": (Stamped(NOW_NS - 80 * MS), NOW_NS - 90 * MS, AHEAD_NS, NOW_NS - 80 * MS),
-    "a segment that another overtook": (Stamped(NOW_NS - 80 * MS, 1), NOW_NS - 90 * MS, AHEAD_NS, NOW_NS),
-    "a Linux that does not count those": (Stamped(NOW_NS - 80 * MS, 0, 192), NOW_NS - 90 * MS, AHEAD_NS, NOW_NS),
-    "before a look that found nothing": (Stamped(NOW_NS - 300_000), NOW_NS - 200_000, AHEAD_NS, NOW_NS),
-    "later than now": (Stamped(NOW_NS + 1), NOW_NS - 5 * MS, AHEAD_NS, NOW_NS),
-    "the wall clock was set": (Stamped(NOW_NS - 300_000), NOW_NS - 5 * MS, 0, NOW_NS),
-    "no stamp": (Stamped(None), NOW_NS - 5 * MS, AHEAD_NS, NOW_NS),
+STAMPS: dict[str, tuple[dict[str, Any], int, int, bool, int]] = {
+    # what the kernel says, now, when nothing was there yet, has the wall clock been set: the stamp of the read
+    "it came a moment ago": ({"came_ns": -MS}, 0, -5 * MS, False, -MS),
+    "it came while the loop was held up": ({"came_ns": -80 * MS}, 0, -90 * MS, False, -80 * MS),
+    "a segment that another overtook": ({"came_ns": -80 * MS, "out_of_order": 1}, 0, -90 * MS, False, 0),
+    "a Linux that does not count those": ({"came_ns": -80 * MS, "info": 192}, 0, -90 * MS, False, 0),
+    "before a look that found nothing": ({"came_ns": -MS}, 0, -MS // 2, False, 0),
+    "later than now": ({"came_ns": 1}, 0, -5 * MS, False, 0),
+    "the wall clock was set": ({"came_ns": -MS}, 0, -5 * MS, True, 0),
+    "no stamp": ({"came_ns": None}, 0, -5 * MS, False, 0),
 }
+
+
+def stamps_of(sock: Stamped, looks: int, looked_ns: int, stepped: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of so many reads at NOW_NS, from NOW_NS."""
+    stamps: list[int] = []
+    monkeypatch.setattr(Wall, "stepped", lambda _: stepped)
+
+    async def main() -> None:
+        watched = Arrivals()
+        watched._wall.ahead_ns = AHEAD_NS
+        watched.add(Source(sock, lambda data, came_ns: stamps.append(came_ns - NOW_NS), pytest.fail))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(arrivals, "now_ns", lambda: NOW_NS)
+            for _ in range(looks):
+                watched._looked_ns = NOW_NS + looked_ns
+                watched.look()
+        watched.close()
+
+    asyncio.run(main())
+    return stamps
 
 
 @linux
@@ -72,22 +99,38 @@ STAMPS = {
 def test_a_kernels_stamp_is_believed_only_where_nothing_speaks_against_it(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sock, looked_ns, ahead_ns, right_ns = STAMPS[case]
-    monkeypatch.setattr(arrivals, "now_ns", lambda: NOW_NS)
-    assert Source(sock).read(ahead_ns, looked_ns) == (b"bytes", right_ns)  # type: ignore[arg-type]
+    said, _, looked_ns, stepped, right_ns = STAMPS[case]
+    if said["came_ns"] is not None:
+        said = said | {"came_ns": NOW_NS + said["came_ns"]}
+    with contextlib.closing(Stamped(**said)) as sock:
+        assert stamps_of(sock, 1, looked_ns, stepped, monkeypatch) == [right_ns]
 
 
 @linux
-def test_segments_out_of_order_are_held_against_the_reads_since_the_last_look_only(
+def test_segments_out_of_order_are_held_against_the_reads_since_the_last_question_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sock = Stamped(NOW_NS - 80 * MS, out_of_order=3)
-    source = Source(sock)  # type: ignore[arg-type]
-    monkeypatch.setattr(arrivals, "now_ns", lambda: NOW_NS)
-    assert source.read(AHEAD_NS, 0)[1] == NOW_NS
-    assert source.read(AHEAD_NS, 0)[1] == NOW_NS - 80 * MS  # none came since
-    sock.out_of_order = 4
-    assert source.read(AHEAD_NS, 0)[1] == NOW_NS
+    with contextlib.closing(Stamped(NOW_NS - 80 * MS, out_of_order=3)) as sock:
+        assert stamps_of(sock, 3, -90 * MS, False, monkeypatch) == [0, -80 * MS, -80 * MS]
+
+
+@linux
+def test_a_mistake_of_ours_in_one_reader_is_told_to_it_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+
+    def fails(data: bytes, came_ns: int) -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        with contextlib.closing(Stamped(None)) as one, contextlib.closing(Stamped(None)) as other:
+            watched = Arrivals()
+            watched.add(Source(one, fails, lambda why: heard.append(type(why))))  # type: ignore[arg-type]
+            watched.add(Source(other, lambda data, came_ns: heard.append(data), pytest.fail))  # type: ignore[arg-type]
+            watched.look()
+            watched.close()
+
+    asyncio.run(main())
+    assert sorted(map(str, heard)) == [str(ZeroDivisionError), str(b"bytes")]
 
 
 @linux
@@ -96,12 +139,12 @@ def test_this_kernel_keeps_the_counter_where_it_is_looked_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()
         with theirs:
-            source = Source(ours)
+            source = Source(ours, pytest.fail, pytest.fail)
             for k in range(20):
                 theirs.sendall(b"x" * (1 + 997 * k))
                 time.sleep(0.001)
                 ours.recv(65536)
-                assert source._in_order()
+                assert source.in_order()
 
 
 @linux
@@ -166,77 +209,89 @@ def test_under_tls_the_transport_reads_and_the_clock_stamps(run: Run, tmp_path: 
 # ---- rests between two rounds
 
 
+async def rounds(answer_ns: int, count: int, since_ns: int = 0) -> list[int]:
+    """When the loop looked, at eight sockets that are always ready: how soon it looks again is all that differs."""
+    ready = [Stamped(None) for _ in range(8)]
+    looks: list[int] = []
+    enough = asyncio.Event()
+    watched = Arrivals()
+    watched.answer_ns = answer_ns
+    watched._begun_ns -= since_ns
+
+    def look(data: bytes, came_ns: int) -> None:
+        looks.append(now_ns())
+        if len(looks) >= count:
+            enough.set()
+
+    sources = [Source(ready[0], look, pytest.fail)]  # type: ignore[arg-type]
+    sources += [Source(sock, lambda data, came_ns: None, pytest.fail) for sock in ready[1:]]  # type: ignore[arg-type]
+    for source in sources:
+        watched.add(source)
+    await enough.wait()
+    watched.close()
+    for source, sock in zip(sources, ready, strict=True):
+        watched.drop(source)  # as a connection does that is lost after the end
+        sock.close()
+    return looks
+
+
 @linux
 @pytest.mark.parametrize("run", RUNS)
 def test_a_busy_loop_rests_between_rounds_and_one_with_short_answers_does_not(run: Run) -> None:
-    """A pipe that is never emptied is always ready: how soon the loop looks again is all that differs."""
+    looks = run(rounds(2_000_000_000, 60))  # two seconds an answer: the longest rest
+    begun = COUNTED // 8 + 1
+    assert looks[-1] - looks[begun] >= (58 - begun) * LONGEST_REST_NS
+    looks = run(rounds(RESTS_AN_ANSWER * SHORTEST_REST_NS - 1, 2000))
+    assert min(b - a for a, b in pairwise(looks)) < SHORTEST_REST_NS
 
-    async def rounds(answer_ns: int, count: int) -> list[int]:
-        source, sink = os.pipe()
-        os.write(sink, b"x")
-        looks: list[int] = []
-        enough = asyncio.Event()
-        watched = Arrivals()
-        watched.answer_ns = answer_ns
 
-        def look(ahead_ns: int, looked_ns: int) -> None:
-            looks.append(now_ns())
-            if len(looks) >= count:
-                enough.set()
-
-        watched.add(source, look)
-        await enough.wait()
-        watched.drop(source)
-        watched.close()
-        os.close(source)
-        os.close(sink)
-        return looks
-
-    looks = run(rounds(2_000_000_000, 40))  # two seconds an answer: the longest rest
-    assert looks[-1] - looks[1] >= 37 * LONGEST_PAUSE_NS  # the first two say that the loop is busy
-    looks = run(rounds(PAUSES_AN_ANSWER * SHORTEST_PAUSE_NS - 1, 2000))
-    assert min(b - a for a, b in pairwise(looks)) < SHORTEST_PAUSE_NS
+@linux
+@pytest.mark.parametrize("run", RUNS)
+def test_before_the_first_answers_end_they_are_as_long_as_this_has_taken(run: Run) -> None:
+    looks = run(rounds(0, 60, since_ns=2_000_000_000))
+    assert looks[-1] - looks[COUNTED // 8 + 1] >= (57 - COUNTED // 8) * LONGEST_REST_NS
+    looks = run(rounds(0, 2000))  # just begun
+    assert min(b - a for a, b in pairwise(looks)) < SHORTEST_REST_NS
 
 
 @linux
 @pytest.mark.parametrize("run", RUNS)
 def test_a_loop_that_rested_hears_what_comes_after_a_silence(run: Run) -> None:
     async def main() -> None:
-        source, sink = os.pipe()
-        heard: asyncio.Queue[bytes] = asyncio.Queue()
+        ours, theirs = socket.socketpair()
         watched = Arrivals()
         watched.answer_ns = 10_000_000_000
-        watched.add(source, lambda *_: heard.put_nowait(os.read(source, 1)))
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+        source = Source(ours, lambda data, _: heard.put_nowait(data), pytest.fail)
+        source.receive = lambda size, room: (ours.recv(1), [], 0, None)  # type: ignore[misc, assignment]
+        watched.add(source)
         for _ in range(3):
-            os.write(sink, b"many bytes")
-            async with asyncio.timeout(20):
-                assert b"".join([await heard.get() for _ in range(10)]) == b"many bytes"
+            theirs.sendall(b"m" * 2 * COUNTED)
+            async with asyncio.timeout(60):
+                assert b"".join([await heard.get() for _ in range(2 * COUNTED)]) == b"m" * 2 * COUNTED
             await asyncio.sleep(0.005)
         watched.close()
-        watched.drop(source)  # as a connection does that is lost after the end
-        os.close(source)
-        os.close(sink)
+        ours.close()
+        theirs.close()
 
     run(main())
 
 
 @linux
-def test_more_sockets_than_one_look_shows_by_default_are_all_seen() -> None:
+def test_more_sockets_than_one_look_shows_by_default_are_all_read() -> None:
     """What a look did not show counts as having had nothing to read."""
 
     async def main() -> None:
-        pipes = [os.pipe() for _ in range(1100)]  # epoll.poll shows 1,023 unless told otherwise
-        seen: set[int] = set()
+        ready = [Stamped(None) for _ in range(1100)]  # epoll.poll shows 1,023 unless told otherwise
+        seen: list[bytes] = []
         watched = Arrivals()
-        for source, sink in pipes:
-            os.write(sink, b"x")
-            watched.add(source, lambda *_, fd=source: seen.add(fd))
+        for sock in ready:
+            watched.add(Source(sock, lambda data, _: seen.append(data), pytest.fail))  # type: ignore[arg-type]
         watched.look()
-        assert len(seen) == len(pipes)
+        assert len(seen) == len(ready)
         watched.close()
-        for ends in pipes:
-            for fd in ends:
-                os.close(fd)
+        for sock in ready:
+            sock.close()
 
     limits.raise_file_limit(2300)
     asyncio.run(main())
