@@ -94,6 +94,7 @@ _LISTS = {"labels": pa.list_(pa.string()), "event_ns": pa.list_(pa.int64())}
 _LISTS |= {"event_tokens": pa.list_(pa.int32()), "event_choice": pa.list_(pa.int32())}
 _SCALARS: dict[Any, pa.DataType] = {int: pa.int64(), str: pa.string(), float: pa.float64(), bytes: pa.binary()}
 SCHEMA = pa.schema([(f.name, _LISTS.get(f.name) or _SCALARS[f.type]) for f in fields(Record)])
+_ROW = pa.struct(list(SCHEMA))
 _VALUES = attrgetter(*SCHEMA.names)
 UNKNOWN: dict[str, Any] = {
     f.name: [] if f.name in _LISTS else f.default for f in fields(Record)
@@ -142,7 +143,7 @@ class Writer:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        self._append(pa.record_batch(_columns(pending), schema=SCHEMA).serialize())
+        self._append(_batch(pending).serialize())
 
     def close(self) -> None:
         try:
@@ -313,9 +314,9 @@ def _gauge_of(path: Path) -> tuple[np.ndarray, bool]:
 
 def from_records(records: list[Record], header: dict[str, Any] | None = None, gauge: np.ndarray | None = None) -> Cell:
     """The same columns from Records in memory: for tests and small tools."""
-    return from_table(pa.Table.from_arrays(_columns(records), schema=SCHEMA), header or {}, True, gauge)
+    return from_table(pa.Table.from_batches([_batch(records)]), header or {}, True, gauge)
 
 
-def _columns(records: Sequence[Record]) -> list[pa.Array]:
-    values = zip(*map(_VALUES, records), strict=True) if records else ((),) * len(SCHEMA)
-    return [pa.array(column, f.type) for column, f in zip(values, SCHEMA, strict=True)]
+def _batch(records: Sequence[Record]) -> pa.RecordBatch:
+    """In one call of Arrow's: a call a column costs 3 µs each before it has looked at a value."""
+    return pa.RecordBatch.from_struct_array(pa.array([*map(_VALUES, records)], _ROW))
