@@ -6,7 +6,7 @@ They differ in nothing but that text, so one is parsed and the others are cut ar
 import re
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import and_
+from operator import and_, itemgetter
 
 import orjson
 
@@ -27,7 +27,7 @@ def plain_reader(dialect: Dialect) -> Callable[[Sequence[bytes], int], list[str]
     lessons = 0
 
     def one(data: bytes) -> str | None:
-        if data.startswith(b"["):  # [DONE]: to say that it is no object an exception would be made
+        if key not in data:  # as where a stream ends: cheaper than to read it for nothing
             return None
         if before and len(data) > len(before) + len(after) and data.startswith(before) and data.endswith(after):
             middle = data[len(before) : -len(after)]
@@ -65,8 +65,7 @@ def _alike(events: Sequence[bytes], before: bytes, after: bytes) -> list[str]:
     count = len(events)
     while count and not (events[count - 1].startswith(before) and events[count - 1].endswith(after)):
         count -= 1  # a stream ends in a few events of other kinds
-    begin, end = len(before), -len(after)
-    insides = [data[begin:end] for data in events[:count]]
+    insides = [*map(itemgetter(slice(len(before), -len(after))), events[:count])]
     # Put together again they are the events, byte by byte, or one of them differs: each is as long as it was then, or
     # longer where it was too short to hold both.
     if before + (after + before).join(insides) + after != b"".join(events[:count]):
