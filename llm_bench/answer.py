@@ -163,7 +163,7 @@ class _Tally:
         if usage is not None:
             self._usage(usage, chunk.deltas)
 
-    def add_plain(self, stamps: list[int], texts: list[str]) -> None:
+    def add_plain(self, stamps: Sequence[int], texts: list[str]) -> None:
         """As `add` of so many events with nothing but content of choice 0, for a tenth of the time."""
         text = "".join(texts)
         self.choices.add(0)
@@ -275,20 +275,9 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
     if is_stream is None:  # a body of nothing but blanks is judged by what was asked
         is_stream = streamed
     before: dict[int, str] = {}  # by choice, of a protocol whose events repeat it
-    if is_stream:
-        found = framing.events(exchange.read_ns, exchange.pieces, exchange.chunk_ends)
-    else:
-        body = b"".join(exchange.pieces)
-        found = Events([0], [body], 0, b"", {}) if body else Events([], [], 0, b"", {})
-    texts_from, place = plain_reader(dialect), 0
-    while place < len(found.data):
-        if is_stream and (texts := texts_from(found.data, place)):
-            end = place + len(texts)
-            tally.add_plain(found.ns[place:end], texts)
-            place = end
-            if place == len(found.data):
-                break
-        data = found.data[place]  # not plain: there their run ended
+
+    def read_event(ns: int, data: bytes, name: str | None) -> None:
+        nonlocal garbage
         try:
             chunk = dialect.decode(data)
         except ValueError as e:
@@ -296,10 +285,32 @@ def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
             chunk = NOTHING
         if comes.cumulative and chunk.deltas:
             chunk = _added(chunk, before)
-        if found.names.get(place) == "error" and not chunk.error:  # said by the event's name alone
+        if name == "error" and not chunk.error:  # said by the event's name alone
             chunk = chunk._replace(error=_shown(data, SHOWN_BYTES) or "an error event without data")
-        tally.add(found.ns[place], chunk)
-        place += 1
+        tally.add(ns, chunk)
+
+    place, pieces, read_ns = 0, exchange.pieces, exchange.read_ns
+    if is_stream and (event_in := framing.event_in) is not None:  # as far as each piece is an event none need be cut
+        texts_from = plain_reader(dialect, event_in)
+        while place < len(pieces) and (data := event_in(pieces[place])):
+            if texts := texts_from(pieces, place):
+                tally.add_plain(read_ns[place : place + len(texts)], texts)
+            else:
+                read_event(read_ns[place], data, None)
+            place += len(texts) or 1
+    if is_stream:
+        found = framing.events(read_ns[place:], pieces[place:], exchange.chunk_ends)
+    else:
+        body = b"".join(pieces)
+        found = Events([0], [body], 0, b"", {}) if body else Events([], [], 0, b"", {})
+    texts_from, place = plain_reader(dialect), 0
+    while place < len(found.data):
+        texts = texts_from(found.data, place) if is_stream else []
+        if texts:
+            tally.add_plain(found.ns[place : place + len(texts)], texts)
+        else:  # not plain: there their run ended
+            read_event(found.ns[place], found.data[place], found.names.get(place))
+        place += len(texts) or 1
     if comes.of_headers is not None and not is_stream:  # after the body: its token would make the head's usage stale
         tally.add(0, comes.of_headers(exchange.headers))
     return _Body(tally, is_stream, found.comments, found.leftover, garbage)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from llm_bench.http1 import Events, Response, Sse, events, is_event_stream
+from llm_bench.http1 import Events, Response, Sse, event_in, events, is_event_stream
 
 
 class ChunkedResponse(Response):
@@ -145,11 +145,12 @@ class Framing(NamedTuple):
     is_stream: Callable[[bool, int, Iterable[tuple[bytes, bytes]], Iterable[bytes]], bool | None]
     feeder: Callable[[], Feeder]
     events: Callable[[Sequence[int], Sequence[bytes], Sequence[int] | None], Events]  # of a finished body
+    event_in: Callable[[bytes], bytes] | None = None  # the data of a piece that is one event; b"" of any other
 
 
 SSE, LINES, CHUNKS = "sse", "lines", "chunks"
 FRAMINGS = {
-    SSE: Framing(Response, _is_event_stream, Sse, server_sent),
+    SSE: Framing(Response, _is_event_stream, Sse, server_sent, event_in),
     LINES: Framing(Response, _is_streamed, _Lines, lines),
     CHUNKS: Framing(ChunkedResponse, _is_streamed, _Chunks, chunks),
 }

@@ -240,6 +240,12 @@ def is_web_page(body: bytes) -> bool:
     return head.startswith((b"<!doctype", b"<html")) or (head.startswith(b"<") and b"<head" in head)
 
 
+def event_in(piece: bytes) -> bytes:
+    """The data of a piece of a body that is one event of one line, as LLM servers write one at a time; b"" of others."""
+    one_line = piece.startswith(_DATA) and piece.endswith(b"\n\n") and piece.find(b"\n") == len(piece) - 2
+    return piece[len(_DATA) : -2] if one_line and b"\r" not in piece else b""
+
+
 class Events(NamedTuple):
     """The events of a finished body, in columns: pairs would have to be made, and taken apart again."""
 

@@ -16,8 +16,12 @@ _UNPLAIN = re.compile(rb'["\\\x00-\x1f]')  # ends a JSON string, begins an escap
 _LESSONS = 8  # times that a reader tries to cut many at a time: some servers change a field each event
 
 
-def plain_reader(dialect: Dialect) -> Callable[[Sequence[bytes], int], list[str]]:
+def plain_reader(
+    dialect: Dialect, data_of: Callable[[bytes], bytes] = bytes
+) -> Callable[[Sequence[bytes], int], list[str]]:
     """(events, place) -> the texts of the plain events that follow each other from that place on; for one stream.
+
+    `data_of`: the data of an event that comes in its framing.
 
     The reader knows what stands around the text in the last event that `dialect.plain` has read. An event that begins
     and ends with the same, and has a JSON string's inside between, is the same JSON but for that one string.
@@ -36,7 +40,7 @@ def plain_reader(dialect: Dialect) -> Callable[[Sequence[bytes], int], list[str]
                     return middle.decode()
                 except UnicodeDecodeError:
                     return None  # no JSON either
-        return plain(data)
+        return plain(data_of(data))
 
     def texts(events: Sequence[bytes], place: int) -> list[str]:
         nonlocal before, after, lessons
@@ -67,8 +71,8 @@ def _alike(events: Sequence[bytes], before: bytes, after: bytes) -> list[str]:
         count -= 1  # a stream ends in a few events of other kinds
     insides = [*map(itemgetter(slice(len(before), -len(after))), events[:count])]
     # Put together again they are the events, byte by byte, or one of them differs: each is as long as it was then, or
-    # longer where it was too short to hold both.
-    if before + (after + before).join(insides) + after != b"".join(events[:count]):
+    # longer where it was too short to hold both. What is put around both sides spares two copies of all.
+    if (after + before).join((b"", *insides, b"")) != b"".join((after, *events[:count], before)):
         begins, ends = map(bytes.startswith, events, repeat(before)), map(bytes.endswith, events, repeat(after))
         del insides[[*map(and_, begins, ends), False].index(False) :]
     try:
