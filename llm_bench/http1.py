@@ -241,7 +241,7 @@ def is_web_page(body: bytes) -> bool:
 
 
 def event_in(piece: bytes) -> bytes:
-    """The data of a piece of a body that is one event of one line, as LLM servers write one at a time; b"" of others."""
+    """The data of a piece of a body that is one event of one line, as most servers write them; b"" of any other."""
     one_line = piece.startswith(_DATA) and piece.endswith(b"\n\n") and piece.find(b"\n") == len(piece) - 2
     return piece[len(_DATA) : -2] if one_line and b"\r" not in piece else b""
 

@@ -13,6 +13,7 @@ import orjson
 from llm_bench.protocol import Dialect
 
 _UNPLAIN = re.compile(rb'["\\\x00-\x1f]')  # ends a JSON string, begins an escape, or may not stand in one
+_NUL = b"\\u0000"
 _LESSONS = 8  # times that a reader tries to cut many at a time: some servers change a field each event
 
 
@@ -75,14 +76,14 @@ def _alike(events: Sequence[bytes], before: bytes, after: bytes) -> list[str]:
     if (after + before).join((b"", *insides, b"")) != b"".join((after, *events[:count], before)):
         begins, ends = map(bytes.startswith, events, repeat(before)), map(bytes.endswith, events, repeat(after))
         del insides[[*map(and_, begins, ends), False].index(False) :]
+    # All as one string with a NUL between two. As many as were put there, written and read: no text ended within an
+    # escape or holds one itself. A quote that belongs nowhere, or half a character, makes it no JSON.
+    inside = _NUL.join(insides)
     try:
-        if b'"' in b"".join(insides):  # an escaped one, or none that belongs there: each has to be one string
-            found = [orjson.loads(b'"%b"' % inside) for inside in insides]
-        else:  # no quotes but ours: a string that swallowed one would leave an odd number of them, which is no JSON
-            found = orjson.loads(b'["%b"]' % b'","'.join(insides)) if insides else []
+        found = orjson.loads(b'"%b"' % inside).split("\0")
     except ValueError:
         return []
-    return found if all(found) else []
+    return found if len(found) == len(insides) == inside.count(_NUL) + 1 and all(found) else []
 
 
 def _around(data: bytes, text: bytes, key: bytes) -> tuple[bytes, bytes] | None:
