@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from llm_bench.connection import Connection
 from llm_bench.dialects import DIALECTS, Ask
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
 from llm_bench.flights import Flight
-from llm_bench.http1 import Response, events
-from llm_bench.plain import plain_reader
+from llm_bench.http1 import Response
 from llm_bench.plan import Load
 from llm_bench.probe import Probe
 from llm_bench.records import Writer
@@ -37,9 +36,8 @@ STAGES = {  # name -> what is in it
     "read": "data_received: HTTP framing, stamps, the first-token look",
     "framing": "  of it: HTTP framing",
     "record": "Cell.record: the answer read, the row made",
-    "sse": "  of it: SSE framing",
-    "decode": "  of it: JSON to text",
-    "tally": "  of it: counting, outcome",
+    "events": "  of it: SSE framing, JSON to text, counting",
+    "outcome": "  of it: what it amounts to",
     "row": "  of it: the Record",
     "flush": "Arrow flush to disk",
     "total": "total: read + record + flush",
@@ -117,16 +115,8 @@ class Way:
         for data in self.reads:
             response.feed(data)
 
-    def split(self, exchange: Exchange) -> None:
-        events(exchange.read_ns, exchange.pieces)
-
-    def decode(self, data: Sequence[bytes]) -> None:
-        texts, place = plain_reader(DIALECT), 0
-        while place < len(data):
-            found = len(texts(data, place))
-            if not found:
-                DIALECT.decode(data[place])
-            place += found or 1
+    def events(self, exchange: Exchange) -> None:
+        answer.read_body(exchange, DIALECT, streamed=True)
 
     def understand(self, exchange: Exchange) -> None:
         got = answer.read(exchange, DIALECT, streamed=True, asked_out=self.tokens, pinned=True)
@@ -153,12 +143,11 @@ def nanoseconds(way: Way, answers: int, repeats: int) -> dict[str, float]:
         return best / (answers * way.tokens)
 
     exchange = way.answered()
-    data = events(exchange.read_ns, exchange.pieces).data
     found = {"read": least(way.asked, lambda _: way.read()), "framing": least(Response, way.frame)}
-    found |= {"sse": least(lambda: exchange, way.split), "decode": least(lambda: data, way.decode)}
+    found["events"] = least(lambda: exchange, way.events)
     understood = least(lambda: exchange, way.understand)
     found["record"] = least(way.flight, way.record)
-    found["tally"] = understood - found["sse"] - found["decode"]  # differences of bests: noise can make them small
+    found["outcome"] = understood - found["events"]  # differences of bests: noise can make them small
     found["row"] = found["record"] - understood
     way.writer.flush()
 

@@ -77,7 +77,7 @@ def read(
     `check_usage` beside it.
     """
     assert exchange.ended, "the exchange has not ended"
-    body = _read_body(exchange, dialect, streamed)
+    body = read_body(exchange, dialect, streamed)
     tally = body.tally
     tokens_out, source = tally.tokens_out(count_tokens, body.is_stream, dialect.comes.counts_events)
     sizes = tally.event_tokens if tally.event_ns else []
@@ -267,7 +267,8 @@ class _Body(NamedTuple):
     garbage: str  # the first thing that the dialect could not read
 
 
-def _read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
+def read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
+    """All events of a finished exchange, or its whole body, summed up; what cannot be read is in `garbage`."""
     tally = _Tally()
     garbage = ""
     framing, comes = FRAMINGS[dialect.comes.framing], dialect.comes

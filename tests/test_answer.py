@@ -1,4 +1,5 @@
 import time
+from itertools import cycle
 
 import orjson
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from llm_bench import exchange as ends
 from llm_bench.answer import Answer, read
 from llm_bench.dialects import DIALECTS
+from llm_bench.framing import FRAMINGS, SSE
 from llm_bench.http1 import Response
 from tests.fixtures import NAMES, captured, cut, cuts, event, exchange, hostile_events, ms, raw_reads, unhurried, wire
 
@@ -537,6 +539,41 @@ def test_the_short_cut_changes_nothing_on_captured_streams(chat, body):
     x = exchange([(5, body)])
     facts = {"streamed": True, "asked_out": None, "pinned": False}
     assert read(x, dialect, **facts) == read(x, _slow(dialect), **facts)
+
+
+@pytest.mark.parametrize("together", [(1,), (1, 1, 2), (2, 1), (1, 1, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize(("chat", "body"), captured())
+def test_pieces_that_are_events_are_read_as_a_stream_that_is_cut(monkeypatch, chat, body, together):
+    """`together`: events of a read, over and over; 0: one event that two reads bring."""
+    *blocks, rest = body.split(b"\n\n")
+    pieces = []
+    for many in cycle(together):
+        piece = b"".join(block + b"\n\n" for block in blocks[: many or 1])
+        pieces += [piece] if many else [piece[:9], piece[9:]]
+        del blocks[: many or 1]
+        if not blocks:
+            break
+    x = exchange([*enumerate([*pieces, rest], 1)])
+    facts = {"streamed": True, "asked_out": None, "pinned": False}
+    dialect = CHAT if chat else COMPLETIONS
+    found = read(x, dialect, **facts)
+    monkeypatch.setitem(FRAMINGS, SSE, FRAMINGS[SSE]._replace(event_in=None))
+    assert found == read(x, dialect, **facts)
+
+
+def test_a_stream_of_an_event_a_read_is_not_put_together(monkeypatch):
+    sse, cut_up = FRAMINGS[SSE], []
+
+    def events(read_ns, pieces, chunk_ends):
+        cut_up.extend(pieces)
+        return sse.events(read_ns, pieces, chunk_ends)
+
+    monkeypatch.setitem(FRAMINGS, SSE, sse._replace(events=events))
+    stream = [token("a"), token('"'), token("b"), FINISH, usage(3), DONE]
+    assert ms(answered([*enumerate(stream, 1)]).event_ns) == [1, 2, 3]
+    assert cut_up == []
+    assert ms(answered([*enumerate([*stream[:2], b": ping\n\n", *stream[2:]], 1)]).event_ns) == [1, 2, 4]
+    assert cut_up == [b": ping\n\n", *stream[2:]]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -61,6 +61,10 @@ INSIDES = [
     b'","x":"',
     b"\\n",
     b"\\",
+    rb"\u0000",
+    rb"\u00",
+    rb"\ud83d",
+    rb"\ude00",
     b"\x00",
     b"\t",
     "é".encode(),
@@ -101,3 +105,11 @@ def test_a_stream_of_alike_events_is_parsed_once(odd, text):
     assert read([first, *[event] * 50, event], 0) == ["first", *[text] * 51]
     assert len(parsed) <= 2  # the last event, whose end no other marks, where it holds escapes
     assert read([first, *[event] * 50, first, odd], 0) == ["first", *[text] * 50, "first"]
+
+
+def test_an_event_without_the_key_of_a_text_is_not_read_as_plain():
+    def plain(data):
+        raise AssertionError(data)
+
+    read = plain_reader(DIALECTS["openai-chat"]._replace(plain=plain))
+    assert read([b'{"choices": [], "usage": {"completion_tokens": 3}}'], 0) == []
