@@ -15,7 +15,6 @@ from llm_bench.shards import Part
 TICK_S = 0.25  # progress and records to disk, at 4 Hz
 LAG_TICK_S = 0.02  # how late the event loop is: looked at 50 times a second, for a thousandth of a core
 CLERK_NS = 250_000  # at a time, on records: about the reads of five sockets
-CLERK_MOST_NS = 4_000_000  # at a time, where answers come faster than so much makes records of them
 CLERK_FLUSHES = 32  # records at a time: 0.4 ms of the loop's time; 250 at once (1,000 a second) take 2 ms
 CLERK_HOLDS = 1000  # landed flights without a record
 STALL_NS = 10_000_000  # a tick of the loop that is later than this is a stall of its own
@@ -28,8 +27,7 @@ Stalls = list[list[float]]  # [from, in ns of clock.now_ns; how long, in ms] eac
 class Clerk:
     """Makes records out of landed flights, a little at a time, so that sends and stamps need not wait for it.
 
-    Reading an answer of a hundred tokens takes as long as ten reads of a socket. What piles up all the same is not left
-    to wait: an answer that came a thousand others ago has left the processor's caches, and takes half as long again.
+    Reading an answer of a hundred tokens takes as long as ten reads of a socket.
     """
 
     def __init__(self, cell: Cell, writer: Writer) -> None:
@@ -53,16 +51,10 @@ class Clerk:
             self.enter(self._landed.popleft())
 
     async def run(self) -> None:
-        turn_ns, waited = CLERK_NS, 0  # how many were left by the turn before
         while True:
-            until_ns = clock.now_ns() + turn_ns
+            until_ns = clock.now_ns() + CLERK_NS
             while self._landed and clock.now_ns() < until_ns:
                 self.enter(self._landed.popleft())
-            if not self._landed:
-                turn_ns = CLERK_NS
-            elif len(self._landed) > waited:  # more landed meanwhile than were entered
-                turn_ns = min(2 * turn_ns, CLERK_MOST_NS)
-            waited = len(self._landed)
             if self._unflushed >= CLERK_FLUSHES:
                 await asyncio.sleep(0)
                 self._writer.flush()
