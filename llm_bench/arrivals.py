@@ -90,8 +90,11 @@ class Arrivals:
 
     def drop(self, source: Source) -> None:
         """Before its socket is closed: the number may soon be another's."""
-        if self._sources.pop(source.fd, None) is not None and not self._epoll.closed:
-            with suppress(OSError):  # closed already: the kernel has forgotten it
+        if self._sources.get(source.fd) is not source:
+            return
+        del self._sources[source.fd]
+        if not self._epoll.closed:
+            with suppress(OSError):  # its socket is closed already: the kernel has forgotten it
                 self._epoll.unregister(source.fd)
 
     def close(self) -> None:
