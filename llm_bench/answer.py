@@ -259,7 +259,7 @@ def joined(parts: Sequence[str]) -> str:
     return text if text.isascii() else text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-class _Body(NamedTuple):
+class Body(NamedTuple):
     tally: _Tally
     is_stream: bool
     comments: int
@@ -267,7 +267,7 @@ class _Body(NamedTuple):
     garbage: str  # the first thing that the dialect could not read
 
 
-def read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
+def read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> Body:
     """All events of a finished exchange, or its whole body, summed up; what cannot be read is in `garbage`."""
     tally = _Tally()
     garbage = ""
@@ -314,7 +314,7 @@ def read_body(exchange: Exchange, dialect: Dialect, streamed: bool) -> _Body:
         place += len(texts) or 1
     if comes.of_headers is not None and not is_stream:  # after the body: its token would make the head's usage stale
         tally.add(0, comes.of_headers(exchange.headers))
-    return _Body(tally, is_stream, found.comments, found.leftover, garbage)
+    return Body(tally, is_stream, found.comments, found.leftover, garbage)
 
 
 def _added(chunk: Chunk, before: dict[int, str]) -> Chunk:
@@ -335,7 +335,7 @@ def _new_of(delta: Delta, before: dict[int, str]) -> Delta:
 
 def _outcome(
     exchange: Exchange,
-    body: _Body,
+    body: Body,
     count: tuple[int, str],
     asked: tuple[int | None, int],
     finish_expected: bool,
@@ -393,7 +393,7 @@ def _is_page(exchange: Exchange) -> bool:
     return typed and is_web_page(b"".join(exchange.pieces))
 
 
-def _truncated(exchange: Exchange, body: _Body, tokens_out: int) -> str:
+def _truncated(exchange: Exchange, body: Body, tokens_out: int) -> str:
     if not exchange.status:
         return exchange.error or "closed before a byte of the answer"
     text = f"ended without finish_reason after {tokens_out} tokens"

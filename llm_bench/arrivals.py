@@ -5,9 +5,10 @@ held up. Linux keeps the time at which a segment came and hands it out with its 
 stamp then says when the server was heard and not when the client had time to listen. Elsewhere, and under TLS, whose
 transport reads for itself, there is no such stamp and `data_received` takes the clock's.
 
-Since the stamps do not depend on when the bytes are read, a busy loop leaves its sockets alone for a moment between two
-rounds: half of what an event costs is waking up for it. What that delays is the request after an answer's end, by half
-the moment on average, as lateness that is recorded like any other; so it is no more than a thousandth of an answer.
+A busy loop leaves its sockets alone for a moment between two rounds: half of what an event costs is waking up for it.
+What came on one socket in that moment is one read with one stamp, its last segment's; an end by close has the time of
+its reading. The request after an answer's end leaves half the moment later on average, as lateness that is recorded
+like any other: so the moment is a thousandth of the mean answer at most, more of one that is shorter than most.
 """
 
 import asyncio
@@ -21,25 +22,27 @@ from contextlib import suppress
 from llm_bench.clock import Timer, Wall, now_ns
 
 AVAILABLE = sys.platform == "linux"
-LONGEST_REST_NS = 1_000_000
+LONGEST_REST_NS = 1_000_000  # half of it saves half as much
 SHORTEST_REST_NS = 200_000  # below this a timer costs more than the wake-ups that it saves
 RESTS_AN_ANSWER = 1000
-WORTH_A_REST = 4  # reads that are to be expected in it; how many come is looked at every so many
-COUNTED = 64
-READ_BYTES = 65_536
+WORTH_A_REST = 4  # reads that are to be expected in it; below them the timer costs more
+COUNTED = 64  # reads, after which it is looked at how fast they come
+READ_BYTES = 65_536  # at most at once: a whole answer of some hundred tokens
+MUCH_BYTES = 16_384  # a read of so much: its sender may be waiting for room
+MOST_READS = 64  # of a socket that is read out
 
 _SO_TIMESTAMPNS = 35  # <asm-generic/socket.h>; socket.py has no name for it
 _timespec = struct.Struct("qq").unpack_from
 _ROOM = socket.CMSG_SPACE(16) if AVAILABLE else 0  # for one timespec
 _TCP_INFO = getattr(socket, "TCP_INFO", 0)
 _OOO_AT = 224  # of tcpi_rcv_ooopack in struct tcp_info, <linux/tcp.h>: segments that came before one sent earlier
-_SURE_NS = 2_000_000  # a stamp no older than this is believed without a look at the connection
+_SURE_NS = 2_000_000  # a stamp no older is believed without a look at the connection; too early by so much at most
 
 
 class Source:
     """One connected TCP socket, who hears of what comes on it, and how far its stamps can be believed."""
 
-    __slots__ = ("_option", "_out_of_order", "fd", "lost", "receive", "received")
+    __slots__ = ("_option", "_out_of_order", "fd", "lost", "read_ns", "receive", "received")
 
     def __init__(
         self, sock: socket.socket, received: Callable[[bytes, int], None], lost: Callable[[Exception | None], None]
@@ -52,7 +55,17 @@ class Source:
         self.fd = sock.fileno()
         self.receive, self._option = sock.recvmsg, sock.getsockopt
         self.received, self.lost = received, lost
+        self.read_ns = 0  # when last: what had come by then was taken
         self._out_of_order = 0
+
+    def read_out(self) -> None:
+        """Read what lies there still, stamped now: of a connection on whose end, or limit, nobody looks any more."""
+        with suppress(OSError):
+            for _ in range(MOST_READS):
+                if not (data := self.receive(READ_BYTES)[0]):
+                    return
+                self.read_ns = now_ns()
+                self.received(data, self.read_ns)
 
     def in_order(self) -> bool:
         """Has no segment overtaken another since this was last asked?
@@ -73,6 +86,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.answer_ns = 0  # how long an answer takes: a mean over the last few; 0: none has ended yet
+        self.reads = self.by_clock = 0  # all, and those whose stamp is the clock's after all
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
         self._sources: dict[int, Source] = {}
@@ -97,6 +111,10 @@ class Arrivals:
             with suppress(OSError):  # its socket is closed already: the kernel has forgotten it
                 self._epoll.unregister(source.fd)
 
+    @property
+    def closed(self) -> bool:
+        return self._epoll.closed
+
     def close(self) -> None:
         if self._epoll.closed:
             return
@@ -115,37 +133,46 @@ class Arrivals:
         sources = self._sources
         ready = self._epoll.poll(0, len(sources) or 1)  # all there are: who is not among them has nothing to read
         self._looked_ns = begun_ns
-        for fd, _ in ready:
-            source, why = sources[fd], None
-            try:
-                data, extra, _, _ = source.receive(READ_BYTES, _ROOM)
-                now = came_ns = now_ns()
-                if extra and ahead_ns:
-                    s, ns = _timespec(extra[0][2])
-                    came_ns = s * 1_000_000_000 + ns - ahead_ns
-                    # Older than the last look, at which it was not there, or newer than now: no time of arrival.
-                    if not before_ns <= came_ns <= now or (now - came_ns > _SURE_NS and not source.in_order()):
-                        came_ns = now
-                if data:
-                    source.received(data, came_ns)
+        self.reads += len(ready)
+        much = False
+        try:
+            for fd, _ in ready:
+                source, why = sources[fd], None
+                try:
+                    data, extra, _, _ = source.receive(READ_BYTES, _ROOM)
+                    now = came_ns = now_ns()
+                    if extra and ahead_ns:
+                        s, ns = _timespec(extra[0][2])
+                        came_ns = s * 1_000_000_000 + ns - ahead_ns
+                        # Older than a look or a read at which it was not there, or newer than now: no time of arrival.
+                        if not max(before_ns, source.read_ns) <= came_ns <= now or (
+                            now - came_ns > _SURE_NS and not source.in_order()
+                        ):
+                            came_ns = now
+                    source.read_ns = now
+                    if data:
+                        self.by_clock += came_ns == now
+                        much = much or len(data) >= MUCH_BYTES
+                        source.received(data, came_ns)
+                        continue
+                except BlockingIOError:
                     continue
-            except BlockingIOError:
-                continue
-            except Exception as e:  # noqa: BLE001 - the network's, or a mistake of ours: `lost` tells them apart
-                why = e
-            source.lost(why)
-        if not self._epoll.closed:
-            self._rest(begun_ns, len(ready))
+                except Exception as e:  # noqa: BLE001 - the network's, or a mistake of ours: `lost` tells them apart
+                    why = e
+                source.lost(why)
+        finally:
+            if not self._epoll.closed:
+                self._rest(begun_ns, len(ready), much)
 
-    def _rest(self, begun_ns: int, found: int) -> None:
-        """Leave the sockets alone for a moment, where much comes; after a look in vain, until something does."""
+    def _rest(self, begun_ns: int, found: int, much: bool) -> None:
+        """Leave the sockets alone for a moment, where many reads come; after a look in vain, until something does."""
         rest_ns = min(LONGEST_REST_NS, (self.answer_ns or begun_ns - self._begun_ns) // RESTS_AN_ANSWER)
         self._count += found
         if self._count >= COUNTED:
             expected = rest_ns * self._count / max(begun_ns - self._counted_ns, 1)
             self._busy = rest_ns >= SHORTEST_REST_NS and expected >= WORTH_A_REST
             self._count, self._counted_ns = 0, begun_ns
-        if self._busy and found:
+        if self._busy and found and not much:
             if not self._resting:
                 self._resting = True
                 self._loop.remove_reader(self._epoll.fileno())

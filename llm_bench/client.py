@@ -64,7 +64,8 @@ def _busy(f: Facts) -> Finding | None:
     cpu = f.ended("client_cpu_share")
     found = [f"its event loop ran {lag:.1f} ms late (p99)"] if lag > MAX_LAG_MS else []
     found += [f"it used {cpu:.0%} of a core"] if cpu > MAX_CPU_SHARE else []
-    return Finding(f"{' and '.join(found)}: stamps may be late", TOO_HIGH, "Lower the load") if found else None
+    late = "requests may have left late" if f.end.get("stamps") == "kernel" else "stamps may be late"
+    return Finding(f"{' and '.join(found)}: {late}", TOO_HIGH, "Lower the load") if found else None
 
 
 def _stalled(f: Facts) -> Finding | None:
@@ -86,9 +87,10 @@ def _stalled(f: Facts) -> Finding | None:
         return None
     times = "once" if len(begun_ns) == 1 else f"{len(begun_ns)} times"
     longest_ms = float((ended_ns - begun_ns).max()) / 1e6
+    late = "left late" if f.end.get("stamps") == "kernel" else "was stamped late"
     return Finding(
         f"its event loop stood still {times} in the window, for up to {longest_ms:.0f} ms, "
-        f"{share:.2%} of it: what came meanwhile was stamped late",
+        f"{share:.2%} of it: what was due or came meanwhile {late}",
         TOO_HIGH,
         "Use a quieter or faster machine, or lower the load",
     )

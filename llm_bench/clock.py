@@ -53,8 +53,8 @@ class Wall:
 def _ahead_ns() -> int:
     """By the reading of five that took least: whatever stops one in its middle makes it long."""
     readings = [(now_ns(), time.time_ns(), now_ns()) for _ in range(5)]
-    before, wall, _ = min(readings, key=lambda r: r[2] - r[0])
-    return wall - before
+    before, wall, after = min(readings, key=lambda r: r[2] - r[0])
+    return wall - (before + after) // 2
 
 
 class Timer:
@@ -129,7 +129,8 @@ class Timer:
             wake_ns = self._heap[0][0]
             while 0 < wake_ns - now_ns() <= self._spin_ns:
                 pass
-        while self._heap and self._heap[0][0] <= now_ns():
+        now = now_ns()  # what a callback asks for waits for the loop's next turn: one that asks again would never end
+        while self._heap and self._heap[0][0] <= now:
             heapq.heappop(self._heap)[2]()
         self._arm()
 

@@ -134,13 +134,14 @@ class Connection(asyncio.Protocol):
 
     def read_stamped(self, sock: socket.socket) -> None:
         """From now on `arrivals` reads, and not the transport, where the kernel stamps what comes."""
-        if not arrivals.AVAILABLE or self.transport.is_closing():
+        pool = self._pool
+        closed = pool.arrivals is not None and pool.arrivals.closed
+        if not arrivals.AVAILABLE or closed or self.transport.is_closing():
             return
         try:
             self._source = Source(sock, self._received, self._lost)
         except OSError:
             return
-        pool = self._pool
         if pool.arrivals is None:
             pool.arrivals = Arrivals()
         self.transport.pause_reading()
@@ -205,8 +206,10 @@ class Connection(asyncio.Protocol):
             self._alarm.cancel()
         if self._source is not None:
             assert self._pool.arrivals is not None
-            self._pool.arrivals.drop(self._source)
-            self._source = None
+            source, self._source = self._source, None
+            self._pool.arrivals.drop(source)
+            if isinstance(exc, OSError):  # who answers before it has read all, and closes: our write fails first
+                source.read_out()
         if self in self._pool.idle:
             self._pool.idle.remove(self)
             self._pool.lost += 1
@@ -341,6 +344,10 @@ class Connection(asyncio.Protocol):
         self._alarm, self._rings_ns = None, float("inf")
         if self._exchange is None:
             return
+        if self._source is not None:
+            self._source.read_out()  # what came in time counts, read or not
+            if self._exchange is None:
+                return
         due_ns, kind, limit_s = self._due()
         if now_ns() < due_ns:
             self._set_alarm()

@@ -43,7 +43,8 @@ class Exchange:
     end_ns: int = 0  # terminal byte, close, or the moment it was given up
     status: int = 0
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # names in lower case
-    # The body as it came, a piece a read: piece k was read at read_ns[k], stamped before parsing.
+    # The body as it came, a piece a read: the last of piece k had come at read_ns[k], by the kernel's stamp where
+    # `arrivals` has one, else by the clock at the read, before parsing.
     read_ns: "array[int]" = field(default_factory=lambda: array("q"))
     pieces: list[bytes] = field(default_factory=list)
     chunk_ends: list[int] | None = None  # places in the body where HTTP chunks end, where they are all its framing

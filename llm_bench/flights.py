@@ -49,33 +49,30 @@ Note = Callable[[int, int], None]  # (row, due_ns) of a request that has become 
 
 
 class Gauge:
-    """How many requests are in flight, counted at each start and end and not from records."""
+    """How many requests are in flight, counted as the driver starts them and hears of their ends, not from records."""
 
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
         self.ended = 0
         self._at_ns = array("q")
-        self._by = array("q")
+        self._count = array("q")
 
     def up(self) -> None:
         self.now += 1
         self.peak = max(self.peak, self.now)
         self._at_ns.append(now_ns())
-        self._by.append(1)
+        self._count.append(self.now)
 
-    def down(self, end_ns: int) -> None:
-        """`end_ns`: when it ended, of which the driver hears a little later."""
+    def down(self) -> None:
         self.now -= 1
         self.ended += 1
-        self._at_ns.append(end_ns)
-        self._by.append(-1)
+        self._at_ns.append(now_ns())
+        self._count.append(self.now)
 
     def steps(self) -> np.ndarray:
         """int64 (k, 2): from this ns on, this many were in flight."""
-        at_ns, by = np.array(self._at_ns, np.int64), np.array(self._by, np.int64)
-        order = np.argsort(at_ns, kind="stable")
-        return np.stack([at_ns[order], by[order].cumsum()], axis=1)
+        return np.array([self._at_ns, self._count], np.int64).T.copy()
 
 
 @dataclass(slots=True)
@@ -151,13 +148,13 @@ class Flights:
         while True:
             ready_ns = await self._pass_cap(due_ns)
             self.gauge.up()
-            ended_ns = 0
+            freed_ns = 0
             try:
                 tried = await self._send(self._plan.payload(index, previous), self._plan.cancel_s(index))
-                ended_ns = tried.exchange.end_ns
+                freed_ns = tried.exchange.end_ns
             finally:
-                self.gauge.down(ended_ns or now_ns())
-                self._leave_cap()
+                self.gauge.down()
+                self._leave_cap(freed_ns or now_ns())
             goes_on = self._land(Flight(index, due_ns, ready_ns, tried))
             previous, end_ns = tried.exchange, tried.exchange.end_ns
             following = self._plan.next_turn[index]
@@ -234,16 +231,17 @@ class Flights:
             return max(due_ns, self._freed_ns)
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
-        return await place
+        return max(due_ns, await place)
 
-    def _leave_cap(self) -> None:
+    def _leave_cap(self, freed_ns: int) -> None:
+        """`freed_ns`: when the answer ended, and not when this client had time to hear of it."""
         while self._queue:
             place = self._queue.popleft()
             if not place.done():  # done: its task was cancelled
-                place.set_result(now_ns())
+                place.set_result(freed_ns)
                 return
         if not self._free:
-            self._freed_ns = now_ns()
+            self._freed_ns = freed_ns
         self._free += 1
 
     # ---- the whole drive

@@ -139,6 +139,8 @@ class GrpcWire:
     call has a channel of its own. Raises BenchError for a bad URL or file, or where grpcio is not installed.
     """
 
+    stamps = "clock"  # the sockets are grpcio's
+
     def __init__(
         self,
         url: str,
@@ -162,8 +164,6 @@ class GrpcWire:
         self._closing: set[asyncio.Task[None]] = set()
         self._ready = self._grpc.ChannelConnectivity.READY
         self._settled = (self._ready, self._grpc.ChannelConnectivity.TRANSIENT_FAILURE)
-
-    stamps = "clock"  # the sockets are grpcio's
 
     async def send(self, payload: bytes, cancel_after_s: float | None = None) -> Exchange:
         """Send one ModelInferRequest and wait for the end. What fails is in the Exchange.

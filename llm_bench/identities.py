@@ -14,7 +14,7 @@ from llm_bench.windows import Window
 
 LITTLE_TOLERANCE = 0.001
 SHOWN_APART = 0.01  # the gauge counts from the hand-over, the client's own lateness included
-HEARD_NS = 5_000_000  # a driver hears of an end some turns of its event loop after the read that was stamped
+HEARD_NS = 5_000_000  # a driver hears of an end some turns of its event loop after what was stamped
 
 
 def identities(cell: Cell, window: Window, end: Mapping[str, Any] | None = None) -> list[str]:
@@ -99,8 +99,8 @@ class Little(NamedTuple):
 
 
 def little(cell: Cell, window: Window) -> Little:
-    """A driver counts a request from handing it over to its end, its record from the last byte sent to
-    the last read: a gauge between both readings of the records agrees with them.
+    """A driver counts a request from handing it over until it hears of the end, its record from the last byte sent to
+    the last that came: a gauge between both readings of the records agrees with them.
 
     One that never left (refused, or cut in its connect) has no last byte sent: it was handed over at some moment from
     when it might have left to its end, so that all of its stay is between the two readings, and none is owed.

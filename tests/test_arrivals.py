@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from itertools import pairwise
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from llm_bench import arrivals, clock, limits
-from llm_bench.arrivals import COUNTED, LONGEST_REST_NS, RESTS_AN_ANSWER, SHORTEST_REST_NS, Arrivals, Source
+from llm_bench.arrivals import COUNTED, LONGEST_REST_NS, MUCH_BYTES, RESTS_AN_ANSWER, SHORTEST_REST_NS, Arrivals, Source
 from llm_bench.clock import Wall, now_ns
 from llm_bench.exchange import COMPLETE, Exchange, Timeouts
 from llm_bench.wire import Wire
@@ -36,6 +37,7 @@ class Stamped:
 
     def __init__(self, came_ns: int | None, out_of_order: int = 0, info: int = 240) -> None:
         self.came_ns, self.out_of_order, self.info = came_ns, out_of_order, info
+        self.data = b"bytes"
         self.ends = os.pipe()
         os.write(self.ends[1], b"x")
 
@@ -51,9 +53,9 @@ class Stamped:
 
     def recvmsg(self, size: int, room: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
         if self.came_ns is None:
-            return b"bytes", [], 0, None
+            return self.data, [], 0, None
         stamp = struct.pack("qq", *divmod(AHEAD_NS + self.came_ns, 1_000_000_000))
-        return b"bytes", [(socket.SOL_SOCKET, 35, stamp)], 0, None
+        return self.data, [(socket.SOL_SOCKET, 35, stamp)], 0, None
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         assert size == 228  # up to and with tcpi_rcv_ooopack
@@ -61,16 +63,16 @@ class Stamped:
 
 
 MS = 1_000_000
-STAMPS: dict[str, tuple[dict[str, Any], int, int, bool, int]] = {
-    # what the kernel says, now, when nothing was there yet, has the wall clock been set: the stamp of the read
-    "it came a moment ago": ({"came_ns": -MS}, 0, -5 * MS, False, -MS),
-    "it came while the loop was held up": ({"came_ns": -80 * MS}, 0, -90 * MS, False, -80 * MS),
-    "a segment that another overtook": ({"came_ns": -80 * MS, "out_of_order": 1}, 0, -90 * MS, False, 0),
-    "a Linux that does not count those": ({"came_ns": -80 * MS, "info": 192}, 0, -90 * MS, False, 0),
-    "before a look that found nothing": ({"came_ns": -MS}, 0, -MS // 2, False, 0),
-    "later than now": ({"came_ns": 1}, 0, -5 * MS, False, 0),
-    "the wall clock was set": ({"came_ns": -MS}, 0, -5 * MS, True, 0),
-    "no stamp": ({"came_ns": None}, 0, -5 * MS, False, 0),
+STAMPS: dict[str, tuple[dict[str, Any], int, bool, int]] = {
+    # what the kernel says, when nothing was there yet, has the wall clock been set: the stamp of the read; from now
+    "it came a moment ago": ({"came_ns": -MS}, -5 * MS, False, -MS),
+    "it came while the loop was held up": ({"came_ns": -80 * MS}, -90 * MS, False, -80 * MS),
+    "a segment that another overtook": ({"came_ns": -80 * MS, "out_of_order": 1}, -90 * MS, False, 0),
+    "a Linux that does not count those": ({"came_ns": -80 * MS, "info": 192}, -90 * MS, False, 0),
+    "before a look that found nothing": ({"came_ns": -MS}, -MS // 2, False, 0),
+    "later than now": ({"came_ns": 1}, -5 * MS, False, 0),
+    "the wall clock was set": ({"came_ns": -MS}, -5 * MS, True, 0),
+    "no stamp": ({"came_ns": None}, -5 * MS, False, 0),
 }
 
 
@@ -99,7 +101,7 @@ def stamps_of(sock: Stamped, looks: int, looked_ns: int, stepped: bool, monkeypa
 def test_a_kernels_stamp_is_believed_only_where_nothing_speaks_against_it(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, _, looked_ns, stepped, right_ns = STAMPS[case]
+    said, looked_ns, stepped, right_ns = STAMPS[case]
     if said["came_ns"] is not None:
         said = said | {"came_ns": NOW_NS + said["came_ns"]}
     with contextlib.closing(Stamped(**said)) as sock:
@@ -107,11 +109,36 @@ def test_a_kernels_stamp_is_believed_only_where_nothing_speaks_against_it(
 
 
 @linux
-def test_segments_out_of_order_are_held_against_the_reads_since_the_last_question_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with contextlib.closing(Stamped(NOW_NS - 80 * MS, out_of_order=3)) as sock:
-        assert stamps_of(sock, 3, -90 * MS, False, monkeypatch) == [0, -80 * MS, -80 * MS]
+def test_segments_out_of_order_are_held_against_the_reads_since_the_last_question_only() -> None:
+    with contextlib.closing(Stamped(NOW_NS, out_of_order=3)) as sock:
+        source = Source(sock, pytest.fail, pytest.fail)  # type: ignore[arg-type]
+        assert [source.in_order() for _ in range(3)] == [False, True, True]
+        sock.out_of_order = 4
+        assert [source.in_order() for _ in range(2)] == [False, True]
+
+
+@linux
+def test_stamps_of_one_connection_never_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Stamped(NOW_NS - 80 * MS, out_of_order=1)) as sock:  # overtook, so that the clock stamps
+        assert stamps_of(sock, 3, -90 * MS, False, monkeypatch) == [0, 0, 0]
+
+
+@linux
+def test_a_loop_whose_kernel_stamps_nothing_does_not_say_that_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(came_ns: int | None) -> str:
+        monkeypatch.setattr(arrivals, "now_ns", lambda: NOW_NS)
+        wire = Wire("http://127.0.0.1:9/v1", "/", [], Timeouts(), None)
+        wire.pool.arrivals = watched = Arrivals()
+        watched._wall.ahead_ns = AHEAD_NS
+        with contextlib.closing(Stamped(came_ns)) as sock:
+            watched.add(Source(sock, lambda *_: None, pytest.fail))  # type: ignore[arg-type]
+            watched.look()
+            watched.close()
+        return wire.stamps
+
+    monkeypatch.setattr(Wall, "stepped", lambda _: False)
+    assert asyncio.run(main(None)) == "clock"
+    assert asyncio.run(main(NOW_NS - MS)) == "kernel"
 
 
 @linux
@@ -135,7 +162,7 @@ def test_a_mistake_of_ours_in_one_reader_is_told_to_it_and_the_others_are_read(m
 
 @linux
 def test_this_kernel_keeps_the_counter_where_it_is_looked_for() -> None:
-    """On loopback nothing overtakes: a wrong place in struct tcp_info would hold another, moving figure."""
+    """On loopback nothing overtakes: a place with a moving figure would be noticed; its neighbours are 0 here too."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()
         with theirs:
@@ -179,6 +206,51 @@ def test_what_came_while_the_loop_was_held_up_has_the_time_at_which_it_came(run:
     assert exchange.end_ns > held_ns
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_an_answer_given_before_the_request_was_read_is_read_where_the_write_fails(run: Run) -> None:
+    """An early 413: the server closes with most of the body unread, which resets the connection under our write."""
+    answer = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\n{}"
+
+    def serve(server: socket.socket) -> None:
+        peer, _ = server.accept()
+        peer.recv(1000)
+        peer.sendall(answer)
+        peer.close()
+
+    async def main() -> list[Exchange]:
+        got = []
+        for _ in range(20):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                thread = threading.Thread(target=serve, args=(server,))
+                thread.start()
+                wire = Wire(f"http://127.0.0.1:{server.getsockname()[1]}/v1", "/", [], Timeouts(), None)
+                body = bytes(8_000_000)
+                got.append(await wire.send(b"Content-Length: %d\r\n\r\n" % len(body) + body))
+                wire.close()
+                await asyncio.sleep(0)
+                thread.join()
+        return got
+
+    assert {exchange.status for exchange in run(main())} == {413}
+
+
+@linux
+@pytest.mark.parametrize("run", RUNS)
+def test_a_wire_that_was_closed_can_send_again(run: Run) -> None:
+    with Scripted([(0, SSE_HEAD + sse(token("a"), "[DONE]") + END)]) as server:
+
+        async def main() -> list[str]:
+            wire = Wire(server.url, "/chat/completions", [], Timeouts(), lambda _: True)
+            ended = []
+            for _ in range(2):
+                ended.append((await wire.send(b"Content-Length: 0\r\n\r\n")).ended)
+                wire.close()
+                await asyncio.sleep(0)
+            return ended
+
+        assert run(main()) == [COMPLETE, COMPLETE]
+
+
 @linux
 @pytest.mark.parametrize("run", RUNS)
 def test_under_tls_the_transport_reads_and_the_clock_stamps(run: Run, tmp_path: Path) -> None:
@@ -209,9 +281,11 @@ def test_under_tls_the_transport_reads_and_the_clock_stamps(run: Run, tmp_path: 
 # ---- rests between two rounds
 
 
-async def rounds(answer_ns: int, count: int, since_ns: int = 0) -> list[int]:
+async def rounds(answer_ns: int, count: int, since_ns: int = 0, data: bytes = b"bytes") -> list[int]:
     """When the loop looked, at eight sockets that are always ready: how soon it looks again is all that differs."""
     ready = [Stamped(None) for _ in range(8)]
+    for sock in ready:
+        sock.data = data
     looks: list[int] = []
     enough = asyncio.Event()
     watched = Arrivals()
@@ -243,6 +317,44 @@ def test_a_busy_loop_rests_between_rounds_and_one_with_short_answers_does_not(ru
     assert looks[-1] - looks[begun] >= (58 - begun) * LONGEST_REST_NS
     looks = run(rounds(RESTS_AN_ANSWER * SHORTEST_REST_NS - 1, 2000))
     assert min(b - a for a, b in pairwise(looks)) < SHORTEST_REST_NS
+
+
+@linux
+@pytest.mark.parametrize("run", RUNS)
+def test_a_sender_that_waits_for_room_is_not_kept_waiting(run: Run) -> None:
+    looks = run(rounds(2_000_000_000, 2000, data=bytes(MUCH_BYTES)))
+    assert min(b - a for a, b in pairwise(looks[COUNTED:])) < SHORTEST_REST_NS
+
+
+@linux
+@pytest.mark.parametrize("run", RUNS)
+def test_looks_that_take_longer_than_a_rest_leave_the_loop_its_turns(run: Run) -> None:
+    async def main() -> None:
+        watched = Arrivals()
+        watched.answer_ns = 10_000_000_000
+        looks = turns = 0
+
+        def slow(data: bytes, came_ns: int) -> None:
+            nonlocal looks
+            looks += 1
+            if looks > COUNTED:
+                time.sleep(2 * LONGEST_REST_NS / 1e9)
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        with contextlib.closing(Stamped(None)) as sock:
+            watched.add(Source(sock, slow, pytest.fail))  # type: ignore[arg-type]
+            turn()
+            async with asyncio.timeout(60):
+                while looks < COUNTED + 40:
+                    await asyncio.sleep(0)
+            watched.close()
+        assert turns >= 40
+
+    run(main())
 
 
 @linux
@@ -319,7 +431,7 @@ def test_a_wall_clock_that_is_set_is_noticed_once_and_a_stop_between_two_looks_i
     wall = Wall()
     assert not wall.stepped()
     times["stop"] = 3_000_000
-    assert not wall.stepped() and wall.ahead_ns == AHEAD_NS
+    assert not wall.stepped() and abs(wall.ahead_ns - AHEAD_NS) <= 40
     times["ahead"] += 1_000_000_000
     assert wall.stepped() and not wall.stepped()
-    assert wall.ahead_ns == AHEAD_NS + 1_000_000_000
+    assert abs(wall.ahead_ns - AHEAD_NS - 1_000_000_000) <= 40
