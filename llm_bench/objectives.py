@@ -239,18 +239,27 @@ def _share(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo) 
         why += f"; {cut:,} cut ones are undecided"
     if got.hidden:
         why += f"; of {got.hidden:,} it is hidden ({', '.join(got.hidden_by)})"
-    if verdict == "UNDECIDED" and low < limit.share:
-        why += f"; {_more(got.share, limit.share, got.ess, got.decided)}"
+    if verdict == "UNDECIDED":
+        seen = got.decided + got.hidden  # a longer run has no more that are cut, and as large a part that is hidden
+        why += f"; {_more(got.met / seen, (got.met + got.hidden) / seen, limit.share, got.ess, seen)}"
     return Judged(limit, verdict, why, value, got.share, low, high, got.decided)
 
 
-def _more(share: float, asked: float, ess: float, n: int) -> str:
-    """How many requests it would take, at this share and dependence, until the interval is clear of what is asked."""
-    if abs(share - asked) < 1e-3 * min(asked, 1 - asked):
+def _more(least: float, most: float, asked: float, ess: float, n: int) -> str:
+    """How many requests it would take, at this share and dependence, until the interval is clear of what is asked.
+
+    The share is `least` were all hidden ones to miss, `most` were all to meet: with what is asked between the two, no
+    number of requests decides it.
+    """
+    near = 1e-3 * min(asked, 1 - asked)
+    if least < asked + near and most > asked - near:
+        if least < most:
+            return "no number of requests would decide it while so many are hidden"
         return "the share is what is asked: no number of requests is sure to decide it"
     for factor in range(2, 1001):
-        bounds = stats.wilson(share * ess * factor, ess * factor)
-        if bounds.low >= asked or bounds.high < asked:
+        samples = ess * factor
+        low, high = stats.wilson(least * samples, samples).low, stats.wilson(most * samples, samples).high
+        if low >= asked or high < asked:
             return f"about {n * factor:,} requests would decide it"
     return "not even a thousand times as many requests would decide it"
 
@@ -281,7 +290,7 @@ def _figure(cell: Cell, window: Window, limit: Limit, value: Value, agreed: Slo)
     verdict = "MET" if all(sides) else "UNDECIDED" if any(sides) else "MISSED"
     why = f"{shown}, 95% interval {_shown(spread.low, value.unit)} to {_shown(spread.high, value.unit)}"
     if verdict == "UNDECIDED" and limit.metric.name in _SHARES:
-        why += f"; {_more(value.value, limit.value, float(n), n)}"
+        why += f"; {_more(value.value, value.value, limit.value, float(n), n)}"
     return Judged(limit, verdict, why, value, None, spread.low, spread.high, n)
 
 

@@ -32,11 +32,12 @@ ONE_STAMP = "one distinct event stamp"  # burst delivery hid the time between to
 SEVERAL = "several choices"  # nothing says which of the tokens are whose
 WHOLE, UNSAID = "not streamed", "not said by the server"
 NO_COUNT, NO_FIRST = "tokens unknown", "size of the first event unknown"
-# There is such a time, and it cannot be known: no limit on it can be called met.
-HIDDEN = (ONE_STAMP, SEVERAL, WHOLE, UNSAID, NO_COUNT, NO_FIRST)
-
-
 NO_DEADLINES = "no deadlines were given: --deadlines"
+# Reasoning alone, whose user waited in vain, or a tool call, which is all that was wanted: METRICS.md has no ttfo of
+# either, and records do not tell them apart.
+NO_ANSWER = "no answer token"
+# There is such a time, and it cannot be known: no limit on it can be called met.
+HIDDEN = (ONE_STAMP, SEVERAL, WHOLE, UNSAID, NO_COUNT, NO_FIRST, NO_DEADLINES, NO_ANSWER)
 
 
 class Column(NamedTuple):
@@ -141,10 +142,14 @@ def _last(cell: Cell) -> np.ndarray:
     return np.where(cell.counts > 0, event(cell, last=True), stamp(cell, "end_ns"))
 
 
+def _short(cell: Cell) -> dict[str, np.ndarray]:
+    return {"under 2 tokens": (cell["tokens_out"] >= 0) & (cell["tokens_out"] < 2)}
+
+
 def _spread(cell: Cell) -> dict[str, np.ndarray]:
     """Why time between tokens does not apply: the reasons of METRICS.md, in the order in which they are counted."""
     return {
-        "under 2 tokens": (cell["tokens_out"] >= 0) & (cell["tokens_out"] < 2),
+        **_short(cell),
         WHOLE: cell.counts == 0,
         ONE_STAMP: event(cell, last=True) == event(cell, last=False),
     }
@@ -157,7 +162,7 @@ def _ttft(cell: Cell, since: str) -> Column:
 def _ttfo(cell: Cell, _: Context) -> Column:
     first = stamp(cell, "first_answer_ns")
     values = elapsed_ms(first, stamp(cell, "due_ns"))
-    return _column(values, {WHOLE: cell.counts == 0, "no answer token": np.isnan(first)})
+    return _column(values, {WHOLE: cell.counts == 0, NO_ANSWER: np.isnan(first)})
 
 
 def _e2e(cell: Cell, since: str) -> Column:
@@ -273,6 +278,11 @@ def _server(name: str) -> Callable[[Cell, Context], Column]:
     return lambda cell, _: _column(cell[name], {UNSAID: np.isnan(cell[name])})
 
 
+def _server_tpot(cell: Cell, _: Context) -> Column:
+    said = cell["server_tpot_ms"]
+    return _column(said, {**_short(cell), UNSAID: np.isnan(said)})
+
+
 def _by_deadlines(share: Callable[[Cell, float, float], np.ndarray]) -> Callable[[Cell, Context], Column]:
     def column(cell: Cell, ctx: Context) -> Column:
         if ctx.deadlines is None:
@@ -341,6 +351,6 @@ SERIES: dict[str, Series] = {
     "prefill": Series("ms", _server("server_prefill_ms"), "lower", "the server's own account of its prefill"),
     "decode": Series("ms", _server("server_decode_ms"), "lower", "the server's own account of its decoding"),
     "server_ttft": Series("ms", _server("server_ttft_ms"), "lower", "the server's own account of its TTFT"),
-    "server_tpot": Series("ms", _server("server_tpot_ms"), "lower", "the server's own account of its TPOT"),
+    "server_tpot": Series("ms", _server_tpot, "lower", "the server's own account of its TPOT"),
     "batch": Series("inputs", _server("server_batch"), "higher", "inputs computed at once with it, by the server"),
 }

@@ -169,6 +169,10 @@ def whole(i: int, **more: Any) -> Record:
     ("queue_p95<5ms", [record(i, 10 * i, events=[10 * i, 10 * i + 6]) for i in range(500)], "not said by the server"),
     ("tpot_decode_p95<5ms", [record(i, 10 * i, events=[10 * i, 10 * i + 6]) for i in range(500)],
      "size of the first event unknown"),
+    ("fluidity_p90>=90%", [record(i, 10 * i, events=[10 * i, 10 * i + 6]) for i in range(500)],
+     "no deadlines were given: --deadlines"),
+    ("ttfo_p95<1s", [record(i, 10 * i, events=[10 * i, 10 * i + 6], first_answer_ns=0) for i in range(500)],
+     "no answer token"),
 ])  # fmt: skip
 def test_a_limit_on_what_no_answer_says_is_neither_met_nor_missed(text: str, rows: list[Record], why: str) -> None:
     (found,) = judge(cell(rows), ALL, parse(text))
@@ -185,14 +189,40 @@ def test_a_limit_on_what_some_answers_say_is_decided_by_none_of_the_others():
     assert "of 300 it is hidden (not said by the server)" in found.why
 
 
-def test_a_single_pass_has_no_time_between_tokens_to_limit():
+def test_deadlines_that_were_given_are_judged_by():
+    (found,) = judge(spread(1000, 0), ALL, parse("fluidity_p90>=90%", "ttft=800ms,tpot=50ms"))
+    assert found.verdict == "MET"
+
+
+@pytest.mark.parametrize(("n", "unsaid", "said"), [
+    # 98 of 98 and 2 hidden: 98% were these to miss, of which 294 have a lower bound of 95.7%, and 196 one of 94.9%.
+    (100, 2, "about 300 requests would decide it"),
+    (100, 10, "no number of requests would decide it while so many are hidden"),
+    (100, 50, "no number of requests would decide it while so many are hidden"),
+])  # fmt: skip
+def test_what_is_hidden_stays_hidden_however_many_requests_there_are(n: int, unsaid: int, said: str) -> None:
+    every = n // unsaid
+    rows = [record(i, 10 * i, events=[10 * i + 5], server_queue_ms=1.0 if i % every else nan) for i in range(n)]
+    (found,) = judge(cell(rows), ALL, parse("queue_p95<5ms"))
+    assert found.verdict == "UNDECIDED"
+    assert found.why.endswith(f"of {unsaid} it is hidden (not said by the server); {said}")
+
+
+@pytest.mark.parametrize("limit", [
+    "tpot_p95<50ms", "tpot_decode_p95<50ms", "itl_p95<50ms", "stall_p95<50ms", "output_speed_p90>20",
+    "normalized_latency_p95<50ms", "server_tpot_p95<50ms",
+])  # fmt: skip
+def test_a_single_pass_has_no_time_between_tokens_to_limit(limit: str) -> None:
     rows = [record(i, 10 * i, events=[], end=10 * i + 5, tokens_out=-1, asked_out=-1, text_bytes=0) for i in range(500)]
-    assert verdicts(cell(rows), "tpot_p95<50ms") == ["MET"]
+    assert verdicts(cell(rows), limit) == ["MET"]
     assert verdicts(cell(rows), "ttft_p95<50ms") == ["UNDECIDED"]  # e2e is what it has
 
 
 def test_a_limit_that_does_not_apply_is_met():
     assert verdicts(spread(1000, 0), "tpot_p95<1ms") == ["MET"]  # answers of one token
+    assert verdicts(spread(1000, 0), "server_tpot_p95<1ms") == ["MET"]
+    two = cell([record(i, 10 * i, events=[10 * i, 10 * i + 6]) for i in range(500)])
+    assert verdicts(two, "server_tpot_p95<1ms") == ["UNDECIDED"]  # it has one, and the server does not say it
 
 
 @pytest.mark.parametrize(("text", "failed", "verdict"), [
@@ -326,7 +356,6 @@ def test_case_goodput_per_limit_and_in_all():
     assert [(round(j.attained * j.n), j.n) for j in found] == [(4, 7), (4, 7)]  # one token: TPOT is met
     got = attainment(cell(rows), Window(ns(0), ns(10_000), 0, 0, ""), agreed.context().limits)
     assert (got.met, got.decided, got.undecided) == (3, 7, 1)
-    assert list(got.each.values()) == [(4, 7), (3, 6)]
 
 
 @given(st.lists(st.sampled_from("ab "), min_size=1, max_size=30), st.randoms(use_true_random=False))
@@ -368,7 +397,6 @@ def test_attainment_of_all_requests_holds_each_class_to_its_own_limits() -> None
     agreed = parse("ttft_p95<1s,b:ttft_p95<10ms")
     got = attainment(cell(rows), ALL, agreed.context().limits)
     assert (got.met, got.decided) == (50, 100)
-    assert list(got.each.values()) == [(100, 100), (0, 50)]
     assert attainment(objectives.of_class(cell(rows), "a"), ALL, agreed.context("a").limits).met == 50
     assert attainment(objectives.of_class(cell(rows), "b"), ALL, agreed.context("b").limits).met == 0
 
