@@ -32,6 +32,7 @@ class Counts(NamedTuple):
     decided: float
     ess: float  # effective sample size of `decided`
     open: float = 0  # cut before it was known, or hidden
+    hidden_by: tuple[str, ...] = ()  # why; () where all that is open was cut
 
 
 class Span(NamedTuple):
@@ -135,7 +136,7 @@ def _evidence(cell: Cell, window: Window, limit: Limit, agreed: Slo) -> Evidence
         if not got.decided + got.undecided:
             return Unknown("no request that decides it was due in the window")
         samples = _samples(cell, window, limit, agreed, got)
-        return Counts(got.met, got.decided, samples, got.undecided)
+        return Counts(got.met, got.decided, samples, got.undecided, got.hidden_by)
     if limit.metric.name == "error_rate":
         rows = due_in(cell, window) & outcome_in(cell, "ok", "failed")
         ok = outcome_in(cell, "ok")[rows]
@@ -184,8 +185,9 @@ def pooled(evidence: Sequence[Evidence]) -> Evidence:
         n = sum(totals)
         spread = sum(t**2 / c.ess for t, c in zip(totals, counts, strict=True) if c.ess)
         ess = n**2 / spread if spread else 0.0
-        met, decided, open_ = (sum(c[i] for c in counts) for i in (0, 1, 3))
-        return Counts(met, decided, ess, open_)
+        met, decided, open_ = (sum(of) for of in zip(*((c.met, c.decided, c.open) for c in counts), strict=True))
+        reasons = dict.fromkeys(reason for c in counts for reason in c.hidden_by)
+        return Counts(met, decided, ess, open_, tuple(reasons))
     if spans:
         n = sum(s.n for s in spans) or 1.0
         value = sum(s.value * s.n for s in spans) / n
@@ -230,7 +232,8 @@ def judge(limit: Limit, found: Evidence, *, guard: bool = False, again: bool = F
         f"ESS {found.ess:.0f}; {100 * asked:.4g}% asked)"
     )
     if found.open:
-        why += f"; of {found.open:,.0f} more it is not known: cut, or hidden (bursts, choices, not streamed, not said)"
+        hidden_by = f", or hidden ({', '.join(found.hidden_by)})" if found.hidden_by else ""
+        why += f"; of {found.open:,.0f} more it is not known: cut{hidden_by}"
     if guard and high >= asked:
         proven = "" if low >= asked else ", not proven"
         return Limited(limit, "MET" if share >= asked else "UNDECIDED", why + proven, low, high)

@@ -167,6 +167,20 @@ def test_a_cell_says_of_each_limit_how_many_met_it():
     assert not seen.overloaded
 
 
+def test_what_is_not_known_is_said_with_its_own_reasons_alone():
+    cut, hidden = Counts(90, 95, 95, 5), Counts(90, 95, 95, 5, ("not streamed",))
+    limit = SLO.limits[0]
+    assert search_evidence.judge(limit, cut).why.endswith("; of 5 more it is not known: cut")
+    both = search_evidence.pooled([cut, hidden, hidden._replace(hidden_by=("several choices", "not streamed"))])
+    assert search_evidence.judge(limit, both).why.endswith(
+        "; of 15 more it is not known: cut, or hidden (not streamed, several choices)"
+    )
+    whole = sample.cell([sample.record(i, 100.0 * i, events=[], end=100.0 * i + 5, tokens_out=2) for i in range(100)])
+    first, _ = search_evidence.seen("c", 5.0, whole, windows.of(whole), SLO).evidence
+    assert isinstance(first, Counts)
+    assert (first.open, first.hidden_by) == (100, ("not streamed",))
+
+
 def test_a_growing_backlog_is_a_miss_whatever_the_requests_say():
     (point,) = search.points(PLAN, [says(8, 100, 100, overloaded="the backlog grew by 4 requests/s")])
     assert (point.verdict, point.clear) == ("MISSED", True)
