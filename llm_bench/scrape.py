@@ -216,7 +216,7 @@ class _Scraper:
 
     def __init__(self, log: _Log, number: int, read: Callable[[], Values]) -> None:
         self._log, self._number, self._read = log, number, read
-        self._last: Values = {}
+        self._last: dict[str, float | None] = {}  # None: no number
         self.scrapes = self.skipped = self.errors = 0
         self.known = False
 
@@ -231,9 +231,9 @@ class _Scraper:
 
     def once(self) -> str:
         """One scrape to the log. Returns what was wrong with it, in words."""
-        asked_ns, error, found = now_ns(), "", Values()
+        asked_ns, error, page = now_ns(), "", Values()
         try:
-            found = self._read()
+            page = self._read()
         except (OSError, http.client.HTTPException, ValueError) as e:
             # A ValueError's words are ours; the others' need their kind: a time-out has no words at all.
             error = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}".removesuffix(": ")
@@ -243,9 +243,9 @@ class _Scraper:
             self.errors += 1
             self._log.write({**line, "error": error[:300]})
             return error
-        # What is no number (NaN, an infinity) is null in the line: the number before it is none of this moment.
-        found = {key: value if abs(value) < LARGEST_VALUE else math.nan for key, value in found.items()}
-        line["v"] = {key: value for key, value in found.items() if self._last.get(key) != value}
+        # What is no number (NaN, an infinity) is null: the number before it is none of this moment.
+        found = {key: value if abs(value) < LARGEST_VALUE else None for key, value in page.items()}
+        line["v"] = {key: value for key, value in found.items() if key not in self._last or self._last[key] != value}
         if gone := [key for key in self._last if key not in found]:
             line["gone"] = gone
         self._last, self.known = found, self.known or bool(found)

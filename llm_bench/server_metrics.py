@@ -4,6 +4,7 @@ A figure is what the server exported and nothing else: a counter's increase, the
 a gauge's time average, each between two scrapes; quantiles only as the bucket that holds them.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -53,8 +54,8 @@ class Figures(NamedTuple):
     start_ns: int
     end_ns: int
     scrapes: int  # from the one to the other, both counted
-    inside: bool  # within the window, and not around it
-    part: bool = False  # of the window only some: scrapes began late, failed, or ended early
+    inside: bool  # neither begins before the window nor ends after it
+    part: bool = False  # begins before it or ends after it, and not both: of some of it and of some time beside it
 
     @property
     def seconds(self) -> float:
@@ -179,19 +180,28 @@ def _chosen(wanted: str, keys: Keys, part: str = "") -> list[tuple[str, Mapping[
 
 
 def _counter(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figure | None:
-    mine = [key for key, _ in _chosen(name, keys)]
-    if not mine:
+    rise = _increases(points, _chosen(name, keys))
+    return None if rise is None else Figure(metric, name, rise[0], resets=rise[1])
+
+
+def _increases(points: Sequence[Point], keys: Sequence[tuple[str, Mapping[str, str]]]) -> tuple[float, int] | None:
+    """Of several samples together; None of none, or where one is not known, which the sum would lack."""
+    steps = [step for key, _ in keys if (step := _increase(points, key)) is not None]
+    if not steps or len(steps) < len(keys):
         return None
-    steps = [_increase(points, key) for key in mine]
-    return Figure(metric, name, sum(s[0] for s in steps), resets=max(s[1] for s in steps))
+    return sum(rise for rise, _ in steps), max(falls for _, falls in steps)
 
 
-def _increase(points: Sequence[Point], key: str) -> tuple[float, int]:
+def _increase(points: Sequence[Point], key: str) -> tuple[float, int] | None:
     """How much a counter rose, and how often it fell: from a fall on it counts from 0, as it does after a start.
 
-    A sample that is not on a page stands at 0: counters with labels appear when they are first used.
+    A sample that is not on a page stands at 0: counters with labels appear when they are first used. None where the
+    first or the last page has NaN for it, so that the rise between the two is not known.
     """
-    values = [v for p in points if (v := p.values.get(key, 0.0)) == v]  # nan says nothing
+    values = [p.values.get(key, 0.0) for p in points]
+    if math.isnan(values[0]) or math.isnan(values[-1]):
+        return None
+    values = [v for v in values if not math.isnan(v)]
     pairs = list(pairwise(values))
     return sum(b - a if b >= a else b for a, b in pairs), sum(b < a for a, b in pairs)
 
@@ -214,20 +224,21 @@ def _gauge(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figur
 
 
 def _histogram(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figure | None:
-    sums, counts = (_chosen(name, keys, part) for part in ("_sum", "_count"))
-    if not sums or not counts:
+    total, count = (_increases(points, _chosen(name, keys, part)) for part in ("_sum", "_count"))
+    if total is None or count is None:
         return None
     scale = 1e3 if METRICS_OF[metric].unit == "ms" else 1.0  # all that are in use count seconds
-    total = sum(_increase(points, key)[0] for key, _ in sums)
-    counted = [_increase(points, key) for key, _ in counts]
-    count = sum(c[0] for c in counted)
-    by_bound: dict[float, float] = {}
+    by_bound: dict[float, list[tuple[str, Mapping[str, str]]]] = {}
     for key, has in _chosen(name, keys, "_bucket"):
         bound = _bound(has.get("le", ""))
         if bound is not None:
-            by_bound[bound * scale] = by_bound.get(bound * scale, 0.0) + _increase(points, key)[0]
-    mean = total / count * scale if count else None
-    return Figure(metric, name, mean, count, buckets=tuple(sorted(by_bound.items())), resets=max(c[1] for c in counted))
+            by_bound.setdefault(bound * scale, []).append((key, has))
+    rises = [(bound, _increases(points, mine)) for bound, mine in sorted(by_bound.items())]
+    buckets = tuple((bound, rise[0]) for bound, rise in rises if rise is not None)
+    if len(buckets) < len(rises):
+        buckets = ()  # a quantile would be looked for in the bucket above
+    mean = total[0] / count[0] * scale if count[0] else None
+    return Figure(metric, name, mean, count[0], buckets=buckets, resets=count[1])
 
 
 _KINDS = {"counter": _counter, "gauge": _gauge, "histogram": _histogram}

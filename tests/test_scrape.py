@@ -1,6 +1,7 @@
 """A server's metrics beside a run: what is read back is what the server said, when it said it, whatever happens."""
 
 import json
+import math
 import os
 import socket
 import sys
@@ -185,6 +186,20 @@ def test_a_gauge_that_is_no_number_for_a_while_says_nothing_then_and_may_go(tmp_
     figures_ = read(path).figures(0, 2**62)
     waited = next(iter(figures_.values())).of["waiting"]
     assert (waited.least, waited.most) == (1.0, 3.0)
+
+
+def test_what_stays_no_number_is_written_once(tmp_path: Path) -> None:
+    page = b"vllm:num_requests_waiting NaN\nvllm:num_requests_running +Inf\n"
+    path = tmp_path / "x.scrape.jsonl"
+    always = Scripted(lambda *_: [(0, http_response(200, page))])
+    with always as server, beside(target(server.url), Asked(AUTO, 0.05), path, print):
+        until_s = time.monotonic() + 30
+        while len(server.requests) < 4 and time.monotonic() < until_s:
+            time.sleep(0.02)
+    points = read(path).sources[0].points
+    assert len(points) >= 4
+    assert all(len(p.values) == 2 and all(map(math.isnan, p.values.values())) for p in points)
+    assert [path.read_text().count(name) for name in ("num_requests_waiting", "num_requests_running")] == [1, 1]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Servers' own names under one; figures between two scrapes, recomputed by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,33 @@ def test_a_counter_that_falls_was_started_anew() -> None:
 def test_a_label_that_appears_counts_from_nothing() -> None:
     a = 'vllm:request_success_total{finished_reason="length"} 4\n'
     assert between(a, a + 'vllm:request_success_total{finished_reason="stop"} 3\n').value("requests_ended") == 3
+
+
+TOKENS = "vllm:generation_tokens_total"
+
+
+@pytest.mark.parametrize("values", [("NaN", "NaN"), ("1", "NaN"), ("NaN", "5")])
+def test_a_counter_that_is_no_number_at_an_end_has_no_increase(values: tuple[str, str]) -> None:
+    assert between(*(f"{TOKENS}{E0} {value}" for value in values)).of == {}
+    beside = [f'{TOKENS}{E0} {value}\n{TOKENS}{{engine="1"}} 7' for value in values]
+    assert between(*beside).of == {}  # of one of two engines it is not known: nor is the sum
+    assert between(*(f"{TOKENS}{E0} {value}" for value in ("1", "NaN", "5"))).value("generated_tokens") == 4
+
+
+@pytest.mark.parametrize("part", ["_sum", "_count"])
+def test_a_histogram_whose_sum_or_count_is_no_number_has_no_mean(part: str) -> None:
+    """10 observations of 0.5 s in all between the first two pages; at the third 20 more, and a sum that is NaN."""
+    pages = [queue_page(1.0, 10, 10), queue_page(1.5, 20, 14), queue_page(9.0, 40, 14)]
+    assert between(*pages).value("queue_time") == pytest.approx(8000 / 30)
+    broken = re.sub(rf"({part}{{.*}}) .*", r"\1 NaN", pages[2])
+    assert broken != pages[2]
+    assert "queue_time" not in between(pages[0], pages[1], broken).of
+
+
+def test_a_bucket_that_is_no_number_takes_the_quantiles_away_and_not_the_mean() -> None:
+    first, last = queue_page(1.0, 10, 10), queue_page(1.5, 20, 14)
+    figure = between(first, last.replace('le="0.01"} 14', 'le="0.01"} NaN')).of["queue_time"]
+    assert (figure.value, figure.buckets) == (pytest.approx(50), ())
 
 
 def test_a_histogram_is_the_mean_of_its_new_observations_and_its_quantiles_are_brackets() -> None:
