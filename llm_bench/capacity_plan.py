@@ -274,10 +274,8 @@ def _legend(closed: bool, judged: bool) -> str:
 
 
 def _prices_at(c: Carried, prices: Prices) -> list[float | None]:
-    each = capacity.cost_at(prices, c.tokens_per_second) if c.tokens_per_second else None
-    # Answers under way at the window's edges are in the one and not in the other: no more are within than there are.
-    good = min(c.tokens_per_second, c.tokens_within) if c.tokens_per_second and c.tokens_within else None
-    return [each, capacity.cost_at(prices, good) if good else None]
+    rates = (c.tokens_per_second, c.tokens_within)
+    return [capacity.cost_at(prices, rate) if rate else None for rate in rates]
 
 
 def _workload(bracket: Bracket, most: Carried | None) -> list[Figure]:

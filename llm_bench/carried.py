@@ -43,7 +43,7 @@ class Carried(NamedTuple):
     rate: float | None  # answers a second that it is evidence of
     goodput: float | None  # of those due, the ones that met every per-request limit, a second
     tokens_per_second: float | None
-    tokens_within: float | None  # output tokens of those that are goodput, a second
+    tokens_within: float | None  # of tokens_per_second, the part of those that are goodput
     tokens_out: float | None  # of a mean ok answer: of those that ended in the window or, where it is short, due in it
     tokens_in: float | None
     cached_share: float | None
@@ -149,6 +149,7 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
     tokens = cell["tokens_out"][ended if window.seconds >= FULL_STAYS * law.stay_s else due]
     limits = agreed.context().limits
     met = slo.met_in(cell, window, limits, agreed.context()) if limits else None
+    within, per_second = None if met is None else _share_of_tokens(cell, window, met), figure("tokens_per_second")
     offered, served = None if kind == "closed" else figure("arrival_rate"), figure("requests_per_second")
     return Carried(
         run=run.path.name,
@@ -164,8 +165,8 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
         served=served,
         rate=_rate(cell, window, offered, served) if window.opened else None,
         goodput=None if met is None else int(met.sum()) / window.seconds,
-        tokens_per_second=figure("tokens_per_second"),
-        tokens_within=None if met is None else _tokens_of(cell, met, window),
+        tokens_per_second=per_second,
+        tokens_within=None if per_second is None or within is None else per_second * within,
         tokens_out=float(tokens.mean()) if len(tokens) and (tokens >= 0).all() else None,
         tokens_in=float(known_in.mean()) if len(known_in) and (known_in >= 0).all() else None,
         cached_share=figure("cached_prompt_share"),
@@ -184,10 +185,16 @@ def _carried(run: Run, m: Measured, agreed: Slo, doubts: set[str]) -> Carried:
     )
 
 
-def _tokens_of(cell: Cell, rows: np.ndarray, window: Window) -> float | None:
-    """Their output tokens, a second of the window; None where not all are known."""
-    tokens = cell["tokens_out"][rows]
-    return float(tokens.sum()) / window.seconds if (tokens >= 0).all() else None
+def _share_of_tokens(cell: Cell, window: Window, met: np.ndarray) -> float | None:
+    """Of the output tokens of answers due in the window, cut ones too, those of `met`; None where not all are known.
+
+    Of an overloaded server answers that are due in a window end long after it: their tokens over its seconds would be
+    more than it makes.
+    """
+    due = due_in(cell, window) & outcome_in(cell, "ok", "cut_at_end")
+    tokens = cell["tokens_out"][due]
+    known = (tokens >= 0).all() and tokens.any()
+    return float(cell["tokens_out"][met].sum() / tokens.sum()) if known else None
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -519,14 +519,16 @@ def test_digits_and_markdown_that_a_name_cannot_break():
     assert "- n m" in text
 
 
-def test_failed_answers_are_taken_off_the_tokens_within_the_limits_once(tmp_path):
-    """Every second of 400 requests fails: the tokens of the others are all within, and cost no more for it."""
+def test_tokens_within_the_limits_are_counted_and_not_the_answers_that_have_them(tmp_path):
+    """Every second of 400 requests fails: the tokens of the others are all within, and cost no more for it. Three of
+    four are slow, and four times as long: a quarter of the answers is within, and a 13th of the tokens.
+    """
     rows = [
         r if i % 2 else record(i, 25.0 * i, end=25.0 * i + 1, outcome="failed") for i, r in enumerate(paced(400, 20))
     ]
     late = paced(400, 20, slow=lambda i: i % 4)
     load = {"kind": "open", "rate": 40, "label": "rate=40/s"}
-    for folder, made, tokens, within in (("a", rows, 100, 100), ("b", late, 200, 50)):
+    for folder, made, tokens, within in (("a", rows, 100, 100), ("b", late, 650, 50)):
         run = run_of(tmp_path / folder, {f"000-a-{folder}": (made, load)})
         sections = capacity_plan.plan([run], Ask(slo=parse("ttft_p95<100ms"), prices=Prices(1, 3.6)))
         (section,) = [s for s in sections if s.key.endswith("loads")]
@@ -536,9 +538,9 @@ def test_failed_answers_are_taken_off_the_tokens_within_the_limits_once(tmp_path
 
 
 def paced(n: int, ttft: float, slow: Any = lambda _: False) -> list[Any]:
-    """One every 25 ms, of 5 tokens; the slow ones have their first after 200 ms."""
+    """One every 25 ms, of 5 tokens; the slow ones have their first after 200 ms, and 20 of them."""
     rows = []
     for i in range(n):
-        first = 25.0 * i + (200 if slow(i) else ttft)
-        rows.append(record(i, 25.0 * i, events=[first + k for k in range(5)]))
+        first, tokens = (200, 20) if slow(i) else (ttft, 5)
+        rows.append(record(i, 25.0 * i, events=[25.0 * i + first + k for k in range(tokens)]))
     return rows

@@ -121,6 +121,28 @@ def test_of_a_backlog_that_grows_offered_and_served_are_apart(tmp_path):
     )
 
 
+def test_tokens_within_the_limits_are_no_more_than_their_share_of_what_is_made(tmp_path):
+    """Due every 10 ms, one of 2 tokens ended every 50 ms: 40 tokens/s are made. Those due in the first half have their
+    first token within 8 s, half of all, most of them long after the window of 4 s.
+    """
+    rows = [record(i, 10 * i, events=[50 * i + 5, 50 * i + 25]) for i in range(400)]
+    rate = {"kind": "open", "rate": 100.0, "label": "rate=100/s", "warmup": 0.0}
+    agreed = parse("ttft_p95<8000ms")
+    (one,) = evidence(run_of(tmp_path / "r", {"a": (rows, rate)}), agreed)
+    assert one.tokens_per_second == pytest.approx(40, rel=0.02)
+    assert one.tokens_within == pytest.approx(20, rel=0.02)
+    # The second half cut while they wait for their second token: they are met by nobody.
+    cut = [dataclasses.replace(r, outcome="cut_at_end", event_ns=r.event_ns[:1], tokens_out=1) for r in rows[200:]]
+    (one,) = evidence(run_of(tmp_path / "cut", {"a": (rows[:200] + cut, rate)}), agreed)
+    assert one.tokens_per_second == pytest.approx(40, rel=0.02)
+    assert one.tokens_within == pytest.approx(40 * 2 / 3, rel=0.02)
+    # What one of them has is not known: neither is the share.
+    dumb = dataclasses.replace(rows[7], tokens_out=-1)
+    (one,) = evidence(run_of(tmp_path / "dumb", {"a": ([*rows[:7], dumb, *rows[8:]], rate)}), agreed)
+    assert one.tokens_per_second is not None
+    assert one.tokens_within is None
+
+
 def test_a_mean_answer_is_of_those_that_ended_in_the_window_where_it_is_steady(tmp_path):
     steady = slots(400, 2, 100, 20)
     (one,) = evidence(run_of(tmp_path / "r", {"a": (steady, closed(2))}), NO_SLO)
