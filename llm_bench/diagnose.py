@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_bench import windows
-from llm_bench.decompose import IN_ANSWERS, STAMPS, account
+from llm_bench.decompose import IN_ANSWERS, SCRAPED, STAMPS, account
 from llm_bench.diagnose_client import Calm, client_limited, network_limited, untouched
 from llm_bench.diagnose_failures import failed_requests
 from llm_bench.diagnose_memory import kv_full, memory_bandwidth, out_of_memory, preemptions
 from llm_bench.diagnose_queue import arrival_bursts, long_prefills, overload, small_batches
-from llm_bench.diagnose_replicas import hot_by_metrics, hot_replica, needs_replicas
+from llm_bench.diagnose_replicas import hot_by_metrics, hot_replica, needs_replicas, unseen_replicas
 from llm_bench.diagnose_server import cache, front_end, server_cpu
 from llm_bench.diagnose_stream import packed, timer
-from llm_bench.evidence import LEAST_BINS, Case, Finding, cached_share
+from llm_bench.evidence import IN_USAGE, LEAST_BINS, Case, Finding, cached_share
 from llm_bench.series import NOTHING, SERIES
 
 QUEUE_SHARE, QUEUE_MS = 0.5, 20.0  # of TTFT
@@ -78,11 +78,6 @@ def _needs_scrape(*wanted: str) -> Callable[[Case], str]:
     return why
 
 
-def _in_part(metric: str) -> Callable[[Case], str]:
-    """What happened while nobody scraped was not seen."""
-    return lambda case: case.scraped_part(metric)
-
-
 def _needs_ok(case: Case) -> str:
     return "" if case.ok.any() else "no ok request in the window"
 
@@ -114,6 +109,24 @@ def _needs_cache(case: Case) -> str:
     return case.fell("cache_hits") or case.fell("cache_queries") or "the server says nothing of its prefix cache"
 
 
+# ---- what a rule may not have seen: what happened while nobody scraped, where it has no other word
+
+
+def _queue_in_part(case: Case) -> str:
+    scraped = account(case.cell, case.ok, case.server, "queue").source.startswith(SCRAPED)
+    return case.scraped_part() if scraped else ""
+
+
+def _account_in_part(case: Case) -> str:
+    scraped = case.parts and any(p.source.startswith(SCRAPED) for p in case.parts.parts)
+    return case.scraped_part() if scraped else ""
+
+
+def _cache_in_part(case: Case) -> str:
+    share = cached_share(case)
+    return case.scraped_part() if share and share[1] != IN_USAGE else ""
+
+
 # ---- symptoms, where no rule above has the cause
 
 
@@ -139,11 +152,12 @@ def _next_of_a_queue(case: Case) -> str:
     causes = ["small batches", "KV memory full", "preemption storm", "long prefills"]
     if case.work == "single pass":
         causes = causes[:1]  # nothing is kept in memory between steps: there is one
-    missing = [kind for kind in causes if RULES[kind].needs(case)]
+    why = {kind: RULES[kind].needs(case) or RULES[kind].unseen(case) for kind in causes}
+    missing = [kind for kind in causes if why[kind]]
     judged = [kind for kind in causes if kind not in missing]
     if missing:
         unscraped = case.server is None and missing != ["long prefills"]
-        todo = SCRAPE_IT if unscraped else f"see why below ({RULES[missing[0]].needs(case)})"
+        todo = SCRAPE_IT if unscraped else f"see why below ({why[missing[0]]})"
         seen = f"; {' and '.join(judged)} were looked for and not seen" if judged else ""
         return f"{', '.join(missing)} could not be judged: {todo}{seen}. More replicas shorten any queue"
     return (
@@ -182,21 +196,21 @@ RULES: dict[str, Rule] = {
     CLIENT: Rule(client_limited),
     "network limited": Rule(network_limited, _needs_ok),
     "overload": Rule(overload, _needs_open),
-    "small batches": Rule(small_batches, _needs_scrape("running", "waiting"), _in_part("waiting")),
-    "KV memory full": Rule(kv_full, _needs_scrape("kv_usage", "waiting"), _in_part("kv_usage")),
-    "preemption storm": Rule(preemptions, _needs_scrape("preemptions"), _in_part("preemptions")),
+    "small batches": Rule(small_batches, _needs_scrape("running", "waiting"), Case.scraped_part),
+    "KV memory full": Rule(kv_full, _needs_scrape("kv_usage", "waiting"), Case.scraped_part),
+    "preemption storm": Rule(preemptions, _needs_scrape("preemptions"), Case.scraped_part),
     "out of memory": Rule(out_of_memory),
     "long prefills": Rule(long_prefills, _needs_streams),
     "arrival bursts": Rule(arrival_bursts, _needs_open),
-    "queueing": Rule(_queueing, _needs_ok),
+    "queueing": Rule(_queueing, _needs_ok, _queue_in_part),
     "TTFT spikes": Rule(_spikes, _needs_ok),
-    "server CPU": Rule(server_cpu, _needs_gpu),
-    "server front end": Rule(front_end, _needs_account),
-    "memory bandwidth": Rule(memory_bandwidth, _needs_gpu),
+    "server CPU": Rule(server_cpu, _needs_gpu, Case.gpus_part),
+    "server front end": Rule(front_end, _needs_account, _account_in_part),
+    "memory bandwidth": Rule(memory_bandwidth, _needs_gpu, Case.gpus_part),
     "timer-batched stream": Rule(timer, _needs_streams),
     "events of several tokens": Rule(packed, _needs_streams),
-    "cache effects": Rule(cache, _needs_cache),
-    "hot replica": Rule(hot_replica, needs_replicas),
+    "cache effects": Rule(cache, _needs_cache, _cache_in_part),
+    "hot replica": Rule(hot_replica, needs_replicas, unseen_replicas),
 }
 # Kinds that explain why first tokens are late: where one is found, the symptom alone is no finding of its own.
 CAUSES = (

@@ -65,8 +65,18 @@ def text(of: OfUrl) -> str:
 
 
 def needs_replicas(case: Case) -> str:
-    if len(case.replicas) > 1:
+    return "" if len(case.replicas) > 1 else _needs_records(case)
+
+
+def unseen_replicas(case: Case) -> str:
+    """Where the records do not tell the URLs apart, all rests on what the replicas say, and on when they said it."""
+    if not _needs_records(case):
         return ""
+    return case.scraped_part() if _told(case) else "the replicas' metrics have no count of their work in common"
+
+
+def _needs_records(case: Case) -> str:
+    """Why the records alone cannot tell one URL from another; "" where they can."""
     by_url = of_urls(case)
     if len(by_url) > 1:
         least = PARTS * LEAST_IN_PART
@@ -88,11 +98,16 @@ def hot_replica(case: Case) -> Finding | None:
     return hot_by_metrics(case) or _failing(case) or _slow(case)
 
 
-def hot_by_metrics(case: Case) -> Finding | None:
-    """One of several replicas has far more of the work than its share."""
+def _told(case: Case) -> str | None:
+    """What of their work all replicas tell."""
     wanted = ("generated_tokens", "requests_ended", "running")
     told = [{m for m, of in f.of.items() if not of.resets} for f in case.replicas.values()]  # a fallen counter is none
-    metric = next((m for m in wanted if all(m in of for of in told)), None)
+    return next((m for m in wanted if all(m in of for of in told)), None)
+
+
+def hot_by_metrics(case: Case) -> Finding | None:
+    """One of several replicas has far more of the work than its share."""
+    metric = _told(case)
     if metric is None or len(case.replicas) < 2:
         return None
     of = {url: f.value(metric) or 0.0 for url, f in case.replicas.items()}

@@ -50,6 +50,7 @@ def _case(run: Run, m: Measured) -> tuple[Case, list[str]]:
         return case, [str(e)]
     of = found.figures(m.window.start_ns, m.window.end_ns)
     case.replicas = {s.name: of[s.name] for s in found.replicas if s.name in of}
+    case.silent = [s.name for s in found.replicas if s.name not in of]
     case.host, case.gpu, case.every_s = of.get(scrape.HOST), of.get(scrape.GPU), found.every_s
     lines = [f"{name}: every {found.every_s:g} s, {figures.edges()}" for name, figures in of.items()]
     for source in found.sources:
@@ -196,9 +197,8 @@ def _ms(value: float | None) -> str:
 def _figures(case: Case) -> list[str]:
     """What each URL did by the records, and what was scraped in the window, under canonical names."""
     lines = [diagnose_replicas.text(of) for of in diagnose_replicas.of_urls(case)]
-    for figures in (case.server, case.host, case.gpu):
-        shown = [_figure(name, of, figures) for name, of in figures.of.items()] if figures else []
-        if shown and figures:
+    for figures in filter(None, (case.server, case.host, case.gpu)):
+        if shown := [_figure(name, of, figures) for name, of in figures.of.items()]:
             lines.append(", ".join(shown))
             lines += [f"what fell is a counter: {FELL}"] if any(of.resets for of in figures.of.values()) else []
     if batch := _mean_batch(case):
@@ -236,9 +236,9 @@ def _figure(metric: str, of: Figure, figures: Figures) -> str:
         return f"{name} {number(of.value / figures.seconds, '')} cores"
     if kind == "counter":
         return f"{name} {number(of.value, unit)}{words}, {number(of.value / figures.seconds, '')}{words}/s"
-    most = f", at most {number(of.most, unit)}" if kind == "gauge" and of.most is not None else ""
-    most = "" if most.endswith(f" {number(of.value, unit)}") else most
-    return f"{name} {number(of.value, unit)}{words}{most}"
+    shown, most = number(of.value, unit), number(of.most, unit) if kind == "gauge" and of.most is not None else ""
+    at_most = f", at most {most}" if most not in ("", shown) else ""
+    return f"{name} {shown}{words}{at_most}"
 
 
 def _rest(of: Sequence[Diagnosis]) -> list[str]:

@@ -13,12 +13,14 @@ from llm_bench.columns import Cell
 from llm_bench.decompose import Decomposition, decompose
 from llm_bench.dialects import DIALECTS
 from llm_bench.energy import Energy, spent
+from llm_bench.printable import clean
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
 from llm_bench.server_metrics import LEAST_COVERED, Figures, total
 from llm_bench.windows import Window
 
 LEAST_FLUSHES = 30
 LEAST_BINS = 10  # of anything, before its spread says something
+IN_USAGE = "usage in the answers"
 
 LEAST_TOKENS = 1.5  # of a mean answer, under which a run was one pass a request, and no decoding
 
@@ -64,6 +66,7 @@ class Case:
     window: Window
     end: Mapping[str, object] = field(default_factory=dict)
     replicas: Mapping[str, Figures] = field(default_factory=dict)  # metrics URL -> what it said
+    silent: Sequence[str] = ()  # metrics URLs that were asked and said too little, or nothing
     host: Figures | None = None
     gpu: Figures | None = None
     urls: Sequence[str] = ()  # of the target, as its records count them
@@ -109,17 +112,24 @@ class Case:
         found = self.server.of.get(metric) if self.server else None
         return found.fell if found else ""
 
-    def scraped_part(self, metric: str) -> str:
-        """Of how much of the window the server's metrics are, where that is not most of it; "" where it is."""
-        if self.server is None or metric not in self.server.of:
-            return ""
-        start_ns = max(self.server.start_ns, self.window.start_ns)
-        seconds = (min(self.server.end_ns, self.window.end_ns) - start_ns) / 1e9
-        if seconds >= LEAST_COVERED * self.window.seconds:
-            return ""
-        return (
-            f"the server's metrics were scraped over {max(seconds, 0):.1f} of the window's {self.window.seconds:.1f} s"
-        )
+    def scraped_part(self) -> str:
+        """Of how much of the window the server's metrics are, where that is not most of it; "" where it is, or without.
+
+        Of several replicas it is when all of them told: one that was not looked at may have had the trouble.
+        """
+        if self.replicas and self.silent:
+            return f"{clean(self.silent[0])}: too few scrapes in or around the window"
+        return self._part("the server's metrics were scraped", *self.replicas.values())
+
+    def gpus_part(self) -> str:
+        """The same of the GPUs, as `gpus` has them."""
+        return self._part("the GPUs were looked at", self.gpu) if self.gpu else self.scraped_part()
+
+    def _part(self, what: str, *of: Figures) -> str:
+        start_ns = max([self.window.start_ns, *(figures.start_ns for figures in of)])
+        seconds = max(min([self.window.end_ns, *(figures.end_ns for figures in of)]) - start_ns, 0) / 1e9
+        whole = self.window.seconds
+        return "" if seconds >= LEAST_COVERED * whole else f"{what} over {seconds:.1f} of the window's {whole:.1f} s"
 
     def most(self, metric: str) -> float | None:
         return self.server.of[metric].most if self.server and metric in self.server.of else None
@@ -171,9 +181,8 @@ def cached_share(case: Case) -> tuple[float, str] | None:
     """Share of prompt tokens from the cache, and by whose word; None where nobody says it."""
     rows = case.ok & (case.cell["tokens_cached"] >= 0) & (case.cell["tokens_in"] > 0)
     if rows.any():
-        return float(
-            case.cell["tokens_cached"][rows].sum() / case.cell["tokens_in"][rows].sum()
-        ), "usage in the answers"
+        cached, all_ = (float(case.cell[name][rows].sum()) for name in ("tokens_cached", "tokens_in"))
+        return cached / all_, IN_USAGE
     hits, queries = case.said("cache_hits"), case.said("cache_queries")
     if hits is None or not queries:
         return None

@@ -315,6 +315,10 @@ def test_what_was_not_judged_explains_no_queue_away() -> None:
         "small batches, KV memory full, preemption storm, long prefills were looked for and do not explain it" in told
     )
     assert "rerun" not in told
+    partly = diagnose(in_part(seen)).findings["queueing"].check
+    assert "small batches, KV memory full, preemption storm could not be judged: see why below (the server's" in partly
+    assert "scraped over 4.0 of the window's" in partly
+    assert "long prefills were looked for and not seen" in partly
 
 
 def test_one_of_anything_is_said_as_one(tmp_path: Path) -> None:
@@ -629,20 +633,75 @@ def test_replicas_whose_counters_fell_are_compared_by_what_runs() -> None:
     assert list(diagnose(hot).findings) == ["hot replica"]
 
 
+def in_part(of: Case) -> Case:
+    """What was scraped of the first 4 s of the window alone."""
+
+    def cut(figures: Figures) -> Figures:
+        return figures._replace(end_ns=of.window.start_ns + 4_000_000_000)
+
+    replicas = {url: cut(figures) for url, figures in of.replicas.items()}
+    return dataclasses.replace(of, replicas=replicas, gpu=of.gpu and cut(of.gpu))
+
+
 def test_nothing_seen_in_a_part_of_the_window_is_not_nothing_found() -> None:
     """Scrapes of the first 4 s: what they show is told, and what they do not show is not ruled out."""
-
-    def short(of: Case) -> Case:
-        (figures,) = of.replicas.values()
-        part = figures._replace(end_ns=of.window.start_ns + 4_000_000_000)
-        return dataclasses.replace(of, replicas={"http://a/metrics": part})
-
-    found = diagnose(short(case(healthy(), {})))
+    found = diagnose(in_part(case(healthy(), {})))
     assert found.findings == {}
     for kind in ("small batches", "KV memory full", "preemption storm"):
         assert "scraped over 4.0 of the window's 9." in found.unjudged[kind]
         assert kind not in found.judged
-    assert "preemption storm" in diagnose(short(storm())).findings
+    assert "preemption storm" in diagnose(in_part(storm())).findings
+
+
+def scraped_alone() -> Case:
+    """A healthy server of two replicas, of which everything is known by scrapes alone."""
+    said = {"queue_time": 5.0, "prefill_time": 40.0, "decode_time": 80.0, "cache_hits": 90.0, "cache_queries": 900.0}
+    page = scraped(**(CALM | said))
+    of = case(cell([stream(i, 100 * i) for i in range(100)], load=OPEN), gpu=scraped(gpu_busy=0.9, gpu_memory_busy=0.2))
+    return dataclasses.replace(of, replicas={"http://a/metrics": page, "http://b/metrics": page})
+
+
+BY_SCRAPES = {
+    "small batches": "the server's metrics were scraped", "KV memory full": "the server's metrics were scraped",
+    "preemption storm": "the server's metrics were scraped", "queueing": "the server's metrics were scraped",
+    "server CPU": "the GPUs were looked at", "server front end": "the server's metrics were scraped",
+    "memory bandwidth": "the GPUs were looked at", "cache effects": "the server's metrics were scraped",
+    "hot replica": "the server's metrics were scraped",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BY_SCRAPES)
+def test_every_rule_that_lives_on_scrapes_rules_nothing_out_by_a_part_of_them(kind: str) -> None:
+    whole, part = diagnose(scraped_alone()), diagnose(in_part(scraped_alone()))
+    assert (dict(whole.findings), dict(part.findings)) == ({}, {})
+    assert kind in whole.judged
+    assert part.unjudged[kind].startswith(f"{BY_SCRAPES[kind]} over 4.0 of the window's 9.")
+    assert set(part.judged) == set(whole.judged) - set(BY_SCRAPES)
+
+
+def test_what_answers_and_records_say_is_judged_whatever_was_scraped() -> None:
+    rows_ = [stream(i, 100 * i, tokens_cached=10, url_index=i % 2, **SERVER) for i in range(120)]
+    of = dataclasses.replace(scraped_alone(), cell=cell(rows_, load=OPEN), urls=("http://a", "http://b"))
+    judged = diagnose(in_part(of)).judged
+    assert {"queueing", "server front end", "cache effects", "hot replica"} <= set(judged)
+
+
+def test_of_several_replicas_only_what_was_scraped_of_all_of_them_rules_anything_out() -> None:
+    """One seen in the first half alone, the other in the second: together they were never looked at."""
+    of = scraped_alone()
+    (a, b), middle_ns = of.replicas.values(), of.window.start_ns + 5_000_000_000
+    halves = {"http://a/metrics": a._replace(end_ns=middle_ns), "http://b/metrics": b._replace(start_ns=middle_ns)}
+    found = diagnose(dataclasses.replace(of, replicas=halves))
+    assert "scraped over 0.0 of the window's 9." in found.unjudged["preemption storm"]
+    one = dataclasses.replace(of, replicas={"http://a/metrics": a}, silent=["http://b/metrics"])
+    said = "http://b/metrics: too few scrapes in or around the window"
+    assert diagnose(one).unjudged["preemption storm"] == said
+
+
+def test_replicas_that_count_nothing_alike_are_not_compared() -> None:
+    replicas = {f"http://{name}/metrics": scraped(waiting=0.0) for name in "ab"}
+    found = diagnose(dataclasses.replace(scraped_alone(), replicas=replicas))
+    assert found.unjudged["hot replica"] == "the replicas' metrics have no count of their work in common"
 
 
 def test_a_cell_without_an_ok_request_is_judged_by_what_there_is() -> None:
