@@ -4,52 +4,63 @@ With the helpers that transformers gives them.
 """
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import wraps
-from types import BuiltinMethodType, MethodType
+from types import BuiltinMethodType, MethodType, NoneType
 from typing import Any
 
 import jinja2
 from jinja2 import nodes, pass_context
-from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.runtime import LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.utils import Cycler, Joiner, Namespace
+from jinja2.visitor import NodeTransformer
+
+from reference_engine.template_costs import (
+    ANY_NUMBER,
+    COSTS,
+    DICTS,
+    FILTER_COSTS,
+    ITEMS,
+    KEYS,
+    LINK,
+    LISTS,
+    MOST_BYTES,
+    SIZED,
+    TEXTS,
+    VALUES,
+    WHOLE,
+    Use,
+    glance,
+    larger,
+    percent,
+)
 
 # Passes of its loops and calls of its macros, methods and filters: sixty for each message of the longest conversation,
 # where published templates take about ten. One that takes all of them holds up every stream for a third of a second.
 MOST_STEPS = 250_000
-# Of what it makes, and of what it goes through to make that, all together: some hundred times a long context's text.
-MOST_BYTES = 2**27  # a character is 1 here, whatever it takes
-LINK, NODE = 8, 512  # bytes of a place in a list; what is looked at within lists takes as long as so many
-MOST_BITS = 4096  # of a product or a power: a larger one may take hours, and no loop
+NODE = 512  # bytes: what is looked at within lists takes as long as so many
+MOST_BITS = 4096  # of a number: sums with a larger one may take hours, and no loop
 MOST_NUMBER = 2**16  # as an argument: widths, counts, indents
-MOST_WIDTH = 999  # within a format
+MOST_BOUND = 2**53  # of a range: keys that are far apart may all have one hash, and a dict of them takes their square
 # What a template's own expressions raise: a division by zero, a method that is not there, a text without end.
 BUGS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
-TEXTS = (str, bytes)
-LISTS = (list, tuple, set, frozenset)
-SIZED = (*TEXTS, *LISTS, dict, range)
-# A width that a format takes from elsewhere, or of more digits than MOST_WIDTH has.
-WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{4})|\{[^{}]*(?:\{|\d{4})")
+OBJECTS = (Namespace, LoopContext, Cycler, Joiner)
+HOLDERS = (*LISTS, *DICTS, *OBJECTS, MethodType)  # what holds values that come out with it as a text, or compared
+WITHIN = (*LISTS, *DICTS)
+HASHED = (*DICTS, set, frozenset, KEYS, ITEMS)  # `in` looks at a place
 ABSENT = ("urlize", "xmlattr", "wordwrap")  # filters that make pages, and take long over some texts
+PLAIN = (*TEXTS, int, float, NoneType)  # none of those, as most are
+JINJAS = ("_loop_vars", "_block_vars")  # arguments that are jinja's own
 
-# What filters and methods cost. Those that look at a place or two, and those whose items are counted as they come:
-CONSTANT = frozenset(
-    "length count first last default d attr items keys values get safe int float abs startswith endswith "
-    "map select reject selectattr rejectattr".split()
-)
-# that go through it once and make nothing larger, but for what is said of them below;
-LINEAR = frozenset(
-    "trim strip lstrip rstrip removeprefix removesuffix find rfind index rindex lower upper capitalize swapcase "
-    "casefold string center ljust rjust zfill join replace encode decode format format_map".split()
-)
-# that put a text, or so many spaces, into many places; and that go through all for each. Others: a few bytes of each.
-INSERTING = frozenset("indent truncate batch slice expandtabs tojson".split())
-SQUARE = frozenset("sum translate".split())
+# Tests that compare, that divide, and that look at a text of it; operators as tests.
+COMPARING = frozenset("eq == equalto ne != gt > greaterthan ge >= lt < lessthan le <=".split())
+DIVIDING = frozenset("odd even divisibleby".split())
+WRITTEN = frozenset("lower upper".split())
+OPERATORS = {"eq": "eq", "ne": "ne", "gt": "gt", "gteq": "ge", "lt": "lt", "lteq": "le", "in": "in", "notin": "in"}
 
 
 class Unfit(ValueError):  # noqa: N818 - says what the template or the messages are
@@ -63,21 +74,25 @@ class _Environment(ImmutableSandboxedEnvironment):
     comes by its text otherwise.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})  # not folded when it is compiled either
+    intercepted_binops = frozenset({"+", "-", "*", "**", "/", "//", "%"})  # not folded when it is compiled either
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         self.run = threading.local()  # of each thread's rendering: the steps and the bytes that are left
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+        self.globals["strftime_now"] = self._now
+        self.globals["range"] = _range
+        self.globals["dict"] = _dict
         self.filters["tojson"] = _tojson
         self.filters = {name: self._weighed(name, f) for name, f in self.filters.items() if name not in ABSENT}
-        self.tests: dict[str, Any] = {name: self._looking(f) for name, f in self.tests.items()}
+        self.tests: dict[str, Any] = {name: self._looking(name, f) for name, f in self.tests.items()}
+        self.tests["in"] = self._contains
         self.filters["_counted"] = self._counted
         # With a context, so that jinja folds none when it compiles.
         self.filters["_text"] = pass_context(lambda context, value: self._weigh(value))
         self.filters["_seen"] = pass_context(lambda context, value: self._see(value))
+        self.filters["_hashed"] = pass_context(lambda context, value: self._hash(value))
 
     def _step(self) -> None:
         self.run.left -= 1
@@ -98,160 +113,228 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Take what a value has itself."""
         if isinstance(value, TEXTS):
             self._take(len(value))
-        elif isinstance(value, SIZED):
-            self._take(LINK * len(value))
+        elif isinstance(value, int):
+            self._take(LINK + value.bit_length() // 3)  # three bits a digit
+        else:
+            self._take(LINK * (len(value) if isinstance(value, SIZED) else 1))
         return value
 
     def _weigh(self, value: Any) -> Any:
         """Take what a value is as a text, or compared, with all that it holds, as often as it holds it."""
-        if isinstance(value, TEXTS):  # most are
-            self._take(len(value))
-            return value
+        if isinstance(value, PLAIN) or not isinstance(value, HOLDERS):
+            return self._see(value)
         left = [value]
         while left:
             inner = left.pop()
             self._take(NODE)
             self._see(inner)
-            if isinstance(inner, LISTS):
-                left += inner
-            elif isinstance(inner, dict):
-                left += [*inner, *inner.values()]
-            elif isinstance(inner, Namespace):
-                left.append(inner._Namespace__attrs)  # its text is that of a dict
+            left += _held(inner)
         return value
 
-    def _before(self, name: str, value: Any, given: Sequence[Any]) -> None:
+    def _hash(self, value: Any) -> Any:
+        """As a key. Only a text's hash is kept by it."""
+        return self._weigh(value) if isinstance(value, tuple) else value
+
+    def _fit(self, made: Any) -> Any:
+        """What a call made. Raises: a number that is too large."""
+        if isinstance(made, int) and made.bit_length() > MOST_BITS:
+            raise _too_large()
+        return made
+
+    def _before(
+        self, name: str, value: Any, given: Sequence[Any], costs: dict[str, Callable[[Use], int]] = COSTS
+    ) -> None:
         """Take what a filter or a method may make of a value and its arguments."""
         numbers = [abs(v) for v in given if isinstance(v, int)]
-        if max(numbers, default=0) > MOST_NUMBER and name not in ("default", "d", "get"):
+        if max(numbers, default=0) > MOST_NUMBER and name not in ANY_NUMBER:
             raise jinja2.TemplateRuntimeError(f"{name} with a number of more than {MOST_NUMBER:,}")
-        if name in CONSTANT:
+        cost = costs.get(name, larger)
+        if cost is glance:
+            for v in given:
+                if isinstance(v, (*TEXTS, tuple)):
+                    self._weigh(v)
             return
+        start = self.run.bytes
+        self._weigh(value)
         before = self.run.bytes
-        for v in (value, *given):
+        for v in given:
             self._weigh(v)
-        whole = before - self.run.bytes
+        texts = [u for v in given for u in (v if isinstance(v, WITHIN) else (v,)) if isinstance(u, TEXTS)]
         size = len(value) if isinstance(value, SIZED) else 1
-        texts = [v for v in given if isinstance(v, TEXTS)]
-        if name in ("format", "format_map"):
-            self._check_format(value, whole)
-        elif name == "replace" and isinstance(value, str) and len(texts) > 1:
-            self._take(value.count(str(texts[0])) * len(texts[1]))
-        elif name == "join":  # of a filter the list comes first, of a method the separator
-            separator, joined = (
-                (size, given) if isinstance(value, TEXTS) and given else (max(map(len, texts), default=0), [value])
-            )
-            self._take(separator * sum(len(v) for v in joined if isinstance(v, SIZED)))
-        elif name in ("split", "rsplit") and isinstance(value, str):
-            self._take(LINK * LINK * (value.count(str(texts[0])) if texts else size))
-        elif name in SQUARE:
-            self._take(whole * size)
-        elif name in INSERTING:
-            self._take(whole * (LINK + sum(numbers) + sum(map(len, texts))))
-        else:
-            self._take(sum(numbers) if name in LINEAR else whole * LINK)
-
-    def _check_format(self, form: Any, whole: int) -> None:
-        """Of a text with places, each of which may hold all that there is."""
-        if not isinstance(form, TEXTS):
-            return
-        text = form if isinstance(form, str) else form.decode("latin-1")
-        if WIDE.search(text.replace("{{", "").replace("%%", "")):
-            raise jinja2.TemplateRuntimeError(f"a format with a width of more than {MOST_WIDTH}, or from elsewhere")
-        self._take((text.count("{") + text.count("%")) * (whole + MOST_WIDTH))
+        use = Use(value, given, start - self.run.bytes, before - self.run.bytes, size, sum(numbers), texts,
+                  sum(map(len, texts)))  # fmt: skip
+        self._take(cost(use))
 
     def _weighed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that says first what it may take. jinja's own arguments, a context for one, are no part of it."""
         own = int(hasattr(function, "jinja_pass_arg"))
+        glances = FILTER_COSTS.get(name) is glance
 
         @wraps(function)
         def weighed(*args: Any, **kwargs: Any) -> Any:
             self._step()
-            values = list(args)
-            if len(args) > own:
-                self._before(name, args[own], [*args[own + 1 :], *kwargs.values()])
-                if isinstance(args[own], Iterator):
-                    values[own] = map(self._weigh, args[own])
-            made = function(*values, **kwargs)
+            value, *given = args[own:]
+            if isinstance(value, Iterator):
+                value = list(value) if name in WHOLE else map(self._weigh, value)
+            if not glances:
+                given, kwargs = [_listed(v) for v in given], {k: _listed(v) for k, v in kwargs.items()}
+            self._before(name, value, [*given, *kwargs.values()], FILTER_COSTS)
+            made = self._fit(function(*args[:own], value, *given, **kwargs))
             return self._counted(made) if isinstance(made, Iterator) else made
 
         return weighed
 
-    def _looking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A test that goes through what it compares."""
+    def _looking(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A test that says first what it goes through."""
+
+        def compared(left: Any, right: Any) -> Any:  # it ends with the smaller one
+            plain = isinstance(left, PLAIN) or isinstance(right, PLAIN)
+            for value in (left, right):
+                self._see(value) if plain else self._weigh(value)
+            return function(left, right)
 
         @wraps(function)
-        def looking(*args: Any) -> Any:
-            for value in args:
-                self._see(value)
-            return function(*args)
+        def divided(value: Any, num: int = 2) -> Any:  # of a text % is a format
+            self._operands("%", value, num)
+            return function(value, num) if name == "divisibleby" else function(value)
 
-        return looking
+        def written(value: Any) -> Any:
+            return function(self._weigh(value))
+
+        ways = ((COMPARING, compared), (DIVIDING, divided), (WRITTEN, written))
+        return next((way for names, way in ways if name in names), function)
+
+    def _contains(self, value: Any, seq: Any) -> bool:
+        """jinja's test `in`. A text is compared with texts alone."""
+        self._weigh(value)
+        if isinstance(seq, Iterator):
+            return value in map(self._weigh, seq)
+        if isinstance(value, HOLDERS) and not isinstance(seq, HASHED):
+            self._weigh(seq)
+        else:
+            self._see(seq)
+            if isinstance(seq, (list, tuple, VALUES)):
+                self._take(sum(len(v) for v in seq if isinstance(v, TEXTS)))
+        return value in seq
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         self._step()
-        if isinstance(
-            obj, LoopContext
-        ):  # loop(items) of a recursive loop: its body over those, not by the For's filter
-            args = tuple(map(self._counted, args))
-            kwargs = {k: v if k.startswith("_") else self._counted(v) for k, v in kwargs.items()}  # jinja's own: _
+        self._take(LINK * (len(args) + len(kwargs)))
         method = getattr(obj, "__wrapped__", obj)  # a text's `format` is the sandbox's own
-        if isinstance(method, MethodType | BuiltinMethodType) and isinstance(method.__self__, (*SIZED, int, float)):
-            self._before(method.__name__, method.__self__, [*args, *kwargs.values()])
-        elif obj is dict:
-            self._weigh([args, kwargs])
-        return super().call(context, obj, *args, **kwargs)
+        if isinstance(obj, LoopContext):  # loop(items) of a recursive loop: its body over those, not by `_counted`
+            args = tuple(map(self._counted, args))
+            kwargs = {k: v if k in JINJAS else self._counted(v) for k, v in kwargs.items()}
+        elif isinstance(method, MethodType | BuiltinMethodType) and isinstance(
+            method.__self__, (*SIZED, int, float, type)
+        ):
+            if COSTS.get(method.__name__) is not glance:
+                args, kwargs = tuple(map(_listed, args)), {k: _listed(v) for k, v in kwargs.items()}
+            self._before(method.__name__, method.__self__, _given(args, kwargs))
+        elif not isinstance(obj, Macro):  # whose body says itself what it takes
+            self._weigh(_given(args, kwargs))
+        return self._fit(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if problem := _oversized(operator, left, right):
-            raise jinja2.TemplateRuntimeError(problem)
-        if operator == "%" and isinstance(left, TEXTS):
+        self._operands(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def _operands(self, operator: str, left: Any, right: Any) -> None:
+        """Take what an operator may make of them."""
+        if isinstance(left, int) and isinstance(right, int):
+            if _oversized(operator, left, right):
+                raise _too_large()
+        elif operator == "%" and isinstance(left, TEXTS):
             before = self.run.bytes
+            self._weigh(left)
             self._weigh(right)
-            self._check_format(left, len(left) + before - self.run.bytes)
+            form = left if isinstance(left, str) else left.decode("latin-1")
+            self._take(percent(form, before - self.run.bytes))
         elif operator == "*":
             for items, times in ((left, right), (right, left)):
                 if isinstance(times, int) and isinstance(items, (*TEXTS, *LISTS)):
                     self._take(max(0, times) * len(items) * (1 if isinstance(items, TEXTS) else LINK))
         else:
-            self._see(left)
-            self._see(right)
-        return super().call_binop(context, operator, left, right)
+            take = self._weigh if operator == "-" else self._see  # what a view has less is found by hashes
+            take(left)
+            take(right)
+
+    def _now(self, form: str) -> str:
+        self._take(256 * len(form))  # Python's own limit of what becomes of it
+        return datetime.now().astimezone().strftime(form)
 
 
-def _oversized(operator: str, left: Any, right: Any) -> str:
-    """What is wrong with computing a product or a power of numbers; "" where nothing is."""
-    if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-        return f"a number of more than {MOST_BITS} bits" if bits > MOST_BITS else ""
-    return ""
+def _oversized(operator: str, left: int, right: int) -> bool:
+    """Whether computing with two numbers takes or makes one that is too large."""
+    first, second = left.bit_length(), right.bit_length()
+    made = first * right if operator == "**" else first + second if operator == "*" else 0
+    return max(first, second, made) > MOST_BITS
+
+
+def _too_large() -> jinja2.TemplateRuntimeError:
+    return jinja2.TemplateRuntimeError(f"a number of more than {MOST_BITS} bits")
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What comes out with it as a text, compared, or as an attribute."""
+    if isinstance(value, LISTS):
+        return value
+    if isinstance(value, DICTS):
+        return [*value, *value.values()]
+    if isinstance(value, OBJECTS):
+        return list(object.__getattribute__(value, "__dict__").values())  # a Namespace shows nothing else of itself
+    return [value.__self__] if isinstance(value, MethodType) else ()
+
+
+def _listed(value: Any) -> Any:
+    """What has no length until it has come."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def _given(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return [*args, *(v for k, v in kwargs.items() if k not in JINJAS)]
+
+
+def _through(name: str, inner: Any) -> nodes.Filter:
+    return nodes.Filter(inner, name, [], [], None, None, lineno=inner.lineno)
+
+
+class _Tested(NodeTransformer):
+    """Comparisons become tests, which see both sides at once; in a chain each is weighed for itself."""
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802 - jinja's name
+        self.generic_visit(node)
+        if len(node.ops) > 1:
+            node.expr = _through("_text", node.expr)
+            for operand in node.ops:
+                operand.expr = _through("_text", operand.expr)
+            return node
+        (operand,) = node.ops
+        test = nodes.Test(node.expr, OPERATORS[operand.op], [operand.expr], [], None, None, lineno=node.lineno)
+        return nodes.Not(test, lineno=node.lineno) if operand.op == "notin" else test
 
 
 def _rewritten(tree: nodes.Template) -> nodes.Template:
     """The same template, where loops count and every text and list is weighed that is no filter's and no method's."""
-
-    def through(name: str, inner: Any) -> nodes.Filter:
-        return nodes.Filter(inner, name, [], [], None, None, lineno=inner.lineno)
-
     for loop in tree.find_all(nodes.For):
-        loop.iter = through("_counted", loop.iter)
+        loop.iter = _through("_counted", loop.iter)
     for joined in tree.find_all(nodes.Concat):
-        joined.nodes = [through("_text", node) for node in joined.nodes]
-    for compared in tree.find_all(nodes.Compare):
-        compared.expr = through("_seen", compared.expr)
-        for operand in compared.ops:
-            operand.expr = through("_seen", operand.expr)
-    for sliced in tree.find_all(nodes.Getitem):
-        if isinstance(sliced.arg, nodes.Slice):
-            sliced.node = through("_seen", sliced.node)
+        joined.nodes = [_through("_text", node) for node in joined.nodes]
+    for item in tree.find_all(nodes.Getitem):
+        if isinstance(item.arg, nodes.Slice):
+            item.node = _through("_seen", item.node)
+        elif not isinstance(item.arg, nodes.Const):
+            item.arg = _through("_hashed", item.arg)
     listed: Any
     for listed in tree.find_all((nodes.List, nodes.Tuple)):
         if getattr(listed, "ctx", "load") == "load":
-            listed.items = [through("_text", node) for node in listed.items]
+            listed.items = [_through("_text", node) for node in listed.items]
     for pair in tree.find_all(nodes.Pair):
-        pair.value = through("_text", pair.value)
+        pair.value = _through("_text", pair.value)
+        if not isinstance(pair.key, nodes.Const):
+            pair.key = _through("_hashed", pair.key)
     for output in tree.find_all(nodes.Output):
-        output.nodes = [through("_text", node) for node in output.nodes]
+        output.nodes = [_through("_text", node) for node in output.nodes]
+    _Tested().visit(tree)
     return tree
 
 
@@ -281,6 +364,23 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    """jinja's own escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+def _range(*bounds: int) -> range:
+    if any(abs(bound) > MOST_BOUND for bound in bounds):
+        raise jinja2.TemplateRuntimeError(f"range with a number of more than {MOST_BOUND:,}")
+    return safe_range(*bounds)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """The class itself has methods that change others', and dict['x'], which holds what it is given."""
+    return dict(*args, **kwargs)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja's own escapes HTML. No more arguments than transformers' has: a `default` would be called unweighed."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -7,7 +7,8 @@ import jinja2
 import pytest
 
 from reference_engine import chat_template
-from reference_engine.chat_template import MOST_BITS, MOST_BYTES, Unfit
+from reference_engine.chat_template import MOST_BITS, Unfit
+from reference_engine.template_costs import MOST_BYTES
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the wörld"}]
 
@@ -54,6 +55,7 @@ def test_a_template_that_refuses_or_misbehaves_says_so(template: str, named: str
 LARGE = "more than 134,217,728 bytes of texts and lists"
 NUMBER = "with a number of more than 65,536"
 WIDTH = "a format with a width of more than 999"
+BITS = "a number of more than 4096 bits"
 
 
 def doubled(first: str, grown: str, then: str = "") -> str:
@@ -111,7 +113,87 @@ def doubled(first: str, grown: str, then: str = "") -> str:
         ("{{ '%999999999d' | format(5) }}", WIDTH),
         ("{{ '{:>999999999}'.format('x') }}", WIDTH),
         ("{{ '{:{}}'.format('x', '999999999') }}", WIDTH),
+        # Widths that only a reader of formats sees: behind a key, or a bracket in an index.
+        ("{{ '%(a)999999999d' % {'a': 5} }}", WIDTH),
+        ("{{ '%(a)999999999d' | format(a=5) }}", WIDTH),
+        ("{{ '%(a(b)c)999999999d' % {'a(b)c': 5} }}", WIDTH),
+        ("{{ '%.999999999f' % 5 }}", WIDTH),
+        ("{{ '%999999999d'.encode() % 5 }}", WIDTH),
+        ("{{ ['%999999999d'] | format(5) }}", WIDTH),
+        ("{{ '{0[}]:999999999}'.format({'}': 5}) }}", WIDTH),
+        ("{{ '%999999999d' is odd }}", WIDTH),
+        ("{{ '%999999999d' is divisibleby(5) }}", WIDTH),
+        ("{{ '%999999999d' is divisibleby(num=5) }}", WIDTH),
+        ("{{ range(3) | tojson(default='{0!s:>999999999}'.format) }}", "unexpected keyword argument 'default'"),
+        ("{{ 'x' | round(10, 'floor') }}", "a str cannot be rounded"),
+        ("{{ [0] | round(10, 'floor') }}", "a list cannot be rounded"),
+        ("{{ 5 | round(99999, 'floor') }}", "round " + NUMBER),
+        # Of what comes one by one, and of views and classes.
+        ("{{ range(99999) | map('string') | join('x' * 99999) }}", LARGE),
+        ("{{ ('x' * 99999).join(range(99999) | map('string')) }}", LARGE),
+        ("{{ range(9999) | map('string') | map('list') | sum(start=[]) }}", LARGE),
+        ("{% set x = 'x' * 10 ** 5 %}{{ {}.fromkeys(range(99999), x).values() | join }}", LARGE),
+        ("{% set x = 'x' * 10 ** 5 %}{{ {}.fromkeys(range(99999), x).items() | string }}", LARGE),
+        ("{% set x = 'x' * 10 ** 5 %}{{ ([{}.fromkeys([1], x).keys().mapping] * 99999) | string }}", LARGE),
+        (doubled("1", "{}.fromkeys([1, 2], ns.x)"), LARGE),
+        ("{{ {}.fromkeys(range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1)) }}", "range with a number of more than"),
+        ("{{ dict.fromkeys([1]) }}", "has no attribute 'fromkeys'"),
+        ("{{ dict['x'].y }}", "has no attribute 'x'"),
+        ("{% set x = 'x' * 10 ** 5 %}{{ ([(x | safe).unescape] * 99999) | join }}", LARGE),
+        ("{% set j = joiner('x' * 10 ** 5) %}{{ ([j] * 99999) | join(attribute='sep') }}", LARGE),
+        ("{% set c = cycler('x' * 10 ** 5) %}{{ ([c] * 99999) | join(attribute='current') }}", LARGE),
+        (
+            "{% for x in ['x' * 10 ** 5, 1] %}{% if loop.last %}{{ ([loop] * 99999) | join(attribute='previtem') }}"
+            "{% endif %}{% endfor %}",
+            LARGE,
+        ),
+        # Of arguments that are no texts themselves, or come by name or in another order.
+        ("{{ ('5' * 99999) | replace(5, 'x' * 9999) | length }}", LARGE),
+        ("{{ ([5] * 99999) | replace('5', 'x' * 9999) | length }}", LARGE),
+        ("{{ ('a' * 99999) | replace(new='x' * 9999, old='a') | length }}", LARGE),
+        ("{{ ('a' * 99999).encode().replace('a'.encode(), ('x' * 9999).encode()) | length }}", LARGE),
+        ("{{ ('\x00' * 99999).encode() | replace('0', 'x' * 9999) | length }}", LARGE),
+        ("{% autoescape 1 %}{{ ('<' * 9999) | replace('&' | safe, 'x' * 99999) | length }}{% endautoescape %}", LARGE),
+        ("{{ (['a', 'b'] * 9999) | join(['x' * 99999]) | length }}", LARGE),
+        ("{{ ([0] * 9999) | tojson(separators=('y' * 99999, ':')) | length }}", LARGE),
+        ("{{ ([0] * 9999) | tojson(separators={'y' * 99999: 1, ':': 2}) | length }}", LARGE),
+        ("{{ ([0] * 9999) | tojson(separators=['y' * 99999, ':'] | map('string')) | length }}", LARGE),
+        # Small, of many objects.
+        ("{{ ('中' * 10 ** 7) | list | length }}", LARGE),
+        ("{{ ('中' * 10 ** 7) | sort | length }}", LARGE),
+        ("{% for s in ('中' * 5 * 10 ** 6) | slice(1) %}{{ s | length }}{% endfor %}", LARGE),
+        ("{{ ('中\n' * 3 * 10 ** 6).splitlines() | length }}", LARGE),
+        ("{{ ('中\n' * 3 * 10 ** 6) | indent(0) | length }}", LARGE),
+        # Numbers, which no operator sees grow.
+        ("{{ ('f' * 99999) | int(base=16) // 3 }}", BITS),
+        ("{{ (5).from_bytes(('x' * 99999).encode(), 'big') % 3 }}", BITS),
+        ("{{ strftime_now('%A' * 10 ** 6) }}", LARGE),
         # Long without being large.
+        ("{% set a = [[0] * 99999] * 99999 %}{% set b = [[0] * 99999] * 99999 %}{{ a == b }}", LARGE),
+        ("{% set a = [[0] * 99999] * 99999 %}{% set b = [[0] * 99999] * 99999 %}{{ a is eq(b) }}", LARGE),
+        ("{% set a = [[0] * 99999] * 99999 %}{% set b = [[0] * 99999] * 99999 %}{{ 0 < 1 == a == b }}", LARGE),
+        ("{% set a = [0] * 99999 %}{% set b = [0] * 99999 %}{{ a in [b] * 99999 }}", LARGE),
+        ("{% set a = [0] * 99999 %}{% set b = [0] * 99999 %}{{ a not in ([b] * 99999) | map('default') }}", LARGE),
+        (
+            "{% set a = [[0] * 99999] * 99999 %}{% set b = [[0] * 99999] * 99999 %}"
+            "{% for i in range(2) %}{{ loop.changed(a if i else b) }}{% endfor %}",
+            LARGE,
+        ),
+        (
+            "{% macro m() %}{{ varargs | length }}{% endmacro %}{% set t = range(99999) | list %}"
+            "{% for i in range(99999) %}{{ m(*t) }}{% endfor %}",
+            LARGE,
+        ),
+        ("{{ ('a' * 10 ** 6).rfind('ab' + 'a' * 5 * 10 ** 5) }}", LARGE),
+        ("{{ ('a' * 10 ** 6).strip('b' * 10 ** 5 + 'a') }}", LARGE),
+        ("{{ ('<>' * 10 ** 6) | striptags }}", LARGE),
+        ("{{ (range(99999) | map('string') | join).encode('punycode') }}", LARGE),
+        ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{{ x.count('y') }}{% endfor %}", LARGE),
+        ("{% set x = '9' * 10 ** 6 %}{% for i in range(99999) %}{{ x | float }}{% endfor %}", LARGE),
+        (
+            doubled("1", "(ns.x, ns.x)", "{% for i in range(99999) %}{{ {}[ns.x] }}{% endfor %}").replace("70", "9"),
+            LARGE,
+        ),
         ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{% if 'y' in x %}{% endif %}{% endfor %}", LARGE),
         ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{% if x[1:] %}{% endif %}{% endfor %}", LARGE),
         ("{% set x = 'x' * 10 ** 6 %}{% for i in range(99999) %}{% if x | lower %}{% endif %}{% endfor %}", LARGE),
@@ -179,6 +261,22 @@ SOUND = [
     "{% filter upper %}a{{ 'b' }}{% endfilter %}{% set x %}<{{ 1 + 1 }}>{% endset %}{{ x | trim }}",
     "{% macro say(m) %}{{ m.role ~ ': ' ~ m.content }}{{ caller() }}{% endmacro %}"
     "{% for m in messages %}{% call say(m) %}!{% endcall %}{% endfor %}",
+    "{{ 6 is divisibleby(num=3) }}{{ 3 is odd }}{{ 1 is in([1]) }}{{ 1 is in(seq=[2]) }}{{ 'a' is lower }}",
+    "{{ 'x' not in messages[0] }}{{ 'role' in messages[0] }}{{ messages[0] in messages }}",
+    "{{ 2 in range(3) | map('abs') }}{{ 'b' in ['a', 'b'] }}{{ no == 1 }}",
+    "{{ messages[0] == messages[1] }}{{ messages == messages[:] }}{{ (1, 2) < (1, 3) }}{{ not 1 >= 2 }}",
+    "{{ 7 // 2 }}{{ 7 % 4 }}{{ 7 / 2 }}{{ 1 - 2 }}{{ 4 is even }}",
+    "{{ {1: 2, 3: 4}.keys() - [1] }}{{ 2.55 | round(1, 'floor') }}{{ 7 | round }}",
+    "{{ dict(a=1, b=2).items() | list }}{{ {(1, 2): 3}[(1, 2)] }}{{ {'a': 1}.values() | sum }}",
+    "{{ 'aXbX'.replace('X', '-', 1) }}{{ 'aXbX' | replace(new='', old='X') }}",
+    "{{ 505 | replace(5, 6) }}{{ 'a b'.rsplit(' ', 1) }}",
+    "{{ range(3) | map('string') | join('-') }}{{ '-'.join(range(3) | map('string')) }}",
+    "{{ messages | join('+', attribute='role') }}",
+    "{{ '%(a)s %% %5d' | replace('%5d', '') | format(a=5) }}{{ '%-4s|' % 'a' }}{{ '{0[a]:>4}'.format({'a': 100000}) }}",
+    "{{ '%d' | format(100000) }}{{ [[1], [2]] | sum(start=[]) }}{{ [1, 2] | sum }}{{ 'bé'.encode('utf-8').decode() }}",
+    "{% for m in messages %}{{ loop.changed(m.role) }}{{ loop.cycle('a', 'b') }}{{ loop.previtem }}{% endfor %}",
+    "{{ '<b>x</b>' | striptags }}{{ 'xaax'.strip('x') }}{{ 'ab' | list }}",
+    "{{ [1, 2] | reverse | list }}{{ 'ff' | int(base=16) }}",
     "{% set ns = namespace(n=0) %}"
     "{% for m in messages %}{% set ns.n = ns.n + m.content | length %}{% endfor %}{{ ns.n }}",
 ]
