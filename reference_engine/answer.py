@@ -138,7 +138,7 @@ def _out_of_memory(engine: Engine) -> Exception:
 
 
 def _not_finite(engine: Engine) -> Exception:
-    return ApiError(500, "the model came to logits that are no finite numbers; weights, adapter or dtype are not right")
+    return ApiError(500, "the model came to numbers that are not finite; weights, adapter or dtype are not right")
 
 
 # Reasons to end that are no answer, as what its client is told.

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import orjson
 from aiohttp import web
@@ -73,6 +74,7 @@ class Server:
         self.passes = SinglePass(engine)
         self.adapters = Adapters(engine, model, engine.config.lora_dir, engine.config.max_lora_rank)
         self._scores = asyncio.Lock()  # a text that is scored has KV beside the pool: one at a time
+        self._limited: WeakSet[asyncio.BaseTransport] = WeakSet()  # connections whose reader has a limit
         self.open = 0  # requests that are being answered
         self.drained_by_ns = 0  # when what is open will be cut off; 0: not draining
         self.created = int(time.time())  # the wall clock: OpenAI's `created` is a date
@@ -103,9 +105,7 @@ class Server:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Key, request id, and every refusal as an error object: OpenAI's, or KServe's below /v2."""
         said = kserve.error_body if request.path.startswith("/v2") else error_body
-        if request.transport and (sock := request.transport.get_extra_info("socket")) is not None:
-            # Who reads nothing for so long is cut off by the kernel: we wait for no reader, and would keep his answer.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self.engine.config.client_timeout * 1000)
+        self._limit_reading(request)
         try:
             self._check_key(request)
             response = await handler(request)
@@ -121,6 +121,16 @@ class Server:
         if not response.prepared and "X-Request-Id" not in response.headers:
             response.headers["X-Request-Id"] = own_id(request) or uuid.uuid4().hex
         return response
+
+    def _limit_reading(self, request: web.Request) -> None:
+        """Who reads nothing for so long is cut off by the kernel (Linux): we wait for none and keep his answer."""
+        transport = request.transport
+        if transport is None or transport in self._limited or not hasattr(socket, "TCP_USER_TIMEOUT"):
+            return
+        self._limited.add(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self.engine.config.client_timeout * 1000)
 
     def _check_key(self, request: web.Request) -> None:
         """Raises ApiError. In constant time: how much of a wrong key is right must not show."""
@@ -288,7 +298,7 @@ class Server:
                 raise ApiError(400, str(error), "prompt") from error
             while piece := await self.engine.ask(partial(_piece, pieces)):
                 scored += piece
-                if any(s.logprob is not None and math.isnan(s.logprob) for s in piece):
+                if any(s.logprob is not None and not math.isfinite(s.logprob) for s in piece):
                     raise FAILURES["nonfinite"](self.engine)
         if piece is None:
             self.engine.telemetry.failed_allocations += 1
@@ -414,7 +424,8 @@ def _not_a_strangers(record: logging.LogRecord) -> bool:
 async def listen(server: Server, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Start to accept; (runner to clean up, port that was bound). A client that leaves cancels its handler.
 
-    aiohttp's keep-alive time-out runs from a connection's start and from an answer's end until the next head is whole.
+    aiohttp's keep-alive time-out runs from a connection's start (since 3.14.4) and from an answer's end until the next
+    head is whole.
     """
     logger = logging.getLogger(__name__)
     logger.addFilter(_not_a_strangers)

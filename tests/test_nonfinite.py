@@ -1,8 +1,9 @@
 """Logits that are no finite numbers end their own request, by name, and nobody else's."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf, nan
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from tests.test_engine_server import COMPLETIONS, Reply, call, metric
 
 pytestmark = pytest.mark.engine
 BAD = 7  # the token whose embedding is no number
-SAID = "the model came to logits that are no finite numbers"
+SAID = "the model came to numbers that are not finite"
 
 
 class Served(NamedTuple):
@@ -26,13 +27,17 @@ class Served(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(kernels: str, **knobs: Any) -> AsyncIterator[Served]:
+async def serving(
+    kernels: str,
+    change: Callable[[weights.Weights], object] = lambda made: made.embedding[BAD].fill_(nan),
+    **knobs: Any,
+) -> AsyncIterator[Served]:
     """The tiny model with one embedding that is NaN, as no file's may be: other weights come to it in a layer."""
     config = EngineConfig(
         cpu_kernels=kernels, device="cpu", threads=1, max_model_len=100, block_size=4, **{"num_blocks": 60} | knobs
     )
     made = weights.tiny(0)
-    made.embedding[BAD] = float("nan")
+    change(made)
     runner = ModelRunner("tiny", made, frozenset(), config)
     engine = Engine(config, runner, runner.eos_ids, "tiny")
     log: list[bytes] = []
@@ -98,5 +103,18 @@ def test_scores_and_vectors_are_no_null() -> None:
             both = await asyncio.gather(*(call(served.port, "/v1/embeddings", {"input": texts}) for texts in inputs))
             assert [scored.status, *(reply.status for reply in both)] == [500, 500, 200]
             assert None not in both[1].json["data"][0]["embedding"]
+            assert all(r.json["error"]["message"].startswith(SAID) for r in (scored, both[0]))
+
+    asyncio.run(main())
+
+
+def test_an_infinite_logit_is_no_score() -> None:
+    """All others are infinitely unlikely then: JSON has no -Infinity either."""
+
+    async def main() -> None:
+        async with serving("torch", lambda made: made.head[BAD, 0].fill_(inf)) as served:
+            body = {"prompt": [*range(20, 60)], "max_tokens": 0, "echo": True, "logprobs": 1}
+            reply = await call(served.port, COMPLETIONS, body)
+            assert (reply.status, reply.json["error"]["message"][: len(SAID)]) == (500, SAID)
 
     asyncio.run(main())
