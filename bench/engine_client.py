@@ -36,6 +36,7 @@ def engine(config: EngineConfig, *flags: str, core: int | None = None) -> Iterat
         try:
             line = child.stdout.readline()
             if not line:
+                child.stdin.close()  # which ends it, should it still be there
                 raise RuntimeError(f"exit {child.wait()} before it listened, of {' '.join(command)}")
             yield str(json.loads(line)["listening"])
         finally:

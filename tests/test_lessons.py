@@ -1,5 +1,6 @@
 """bench.lessons in virtual time: what the lessons teach is so, and the page says what the results say."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,8 +115,8 @@ def test_a_busy_machine_is_named_on_the_page() -> None:
     facts = lesson_page.read_measured(REPORT / "measured.json")
     assert facts
     busy = "this machine was busy before it began"
-    for load, said in ((0.1, False), (7.4, True)):
-        page = lesson_page.render({}, facts | {"machine": facts["machine"] | {"load_before": load}})
+    for load, cores, said in ((0.1, 2, False), (7.4, 2, True), (7.4, 32, False)):
+        page = lesson_page.render({}, facts | {"machine": facts["machine"] | {"load_before": load, "cores": cores}})
         assert (busy in page) == said
 
 
@@ -124,6 +125,15 @@ def test_an_engine_that_does_not_start_is_named() -> None:
         pytest.raises(RuntimeError, match=r"exit 2 before it listened, of .*sim:nope"),
         engine(replace(BASE, model="sim:nope")),
     ):
+        pass
+
+
+def test_an_engine_that_closes_its_output_and_stays_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec >&-\ncat >/dev/null\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(RuntimeError, match="exit 3 before it listened"), engine(BASE):
         pass
 
 
