@@ -58,14 +58,19 @@ class Source:
         self.read_ns = 0  # when last: what had come by then was taken
         self._out_of_order = 0
 
-    def read_out(self) -> None:
-        """Read what lies there still, stamped now: of a connection on whose end, or limit, nobody looks any more."""
-        with suppress(OSError):
+    def read_out(self) -> bool:
+        """Read what lies there still, stamped now: of a connection on whose end, or limit, nobody looks any more.
+
+        True: the peer has closed it. Raises OSError for a reset, which the kernel tells once: the next read would find
+        a proper end.
+        """
+        with suppress(BlockingIOError):
             for _ in range(MOST_READS):
                 if not (data := self.receive(READ_BYTES)[0]):
-                    return
+                    return True
                 self.read_ns = now_ns()
                 self.received(data, self.read_ns)
+        return False
 
     def in_order(self) -> bool:
         """Has no segment overtaken another since this was last asked?

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import socket
@@ -20,7 +21,8 @@ import pytest
 from llm_bench import arrivals, clock, limits
 from llm_bench.arrivals import COUNTED, LONGEST_REST_NS, MUCH_BYTES, RESTS_AN_ANSWER, SHORTEST_REST_NS, Arrivals, Source
 from llm_bench.clock import Wall, now_ns
-from llm_bench.exchange import COMPLETE, Exchange, Timeouts
+from llm_bench.connection import Connection
+from llm_bench.exchange import CLOSED, COMPLETE, TRUNCATED, Exchange, Timeouts
 from llm_bench.wire import Wire
 from tests.certificates import make_certificate
 from tests.scripted import END, SSE_HEAD, Scripted, sse, token
@@ -235,6 +237,49 @@ def test_an_answer_given_before_the_request_was_read_is_read_where_the_write_fai
         return got
 
     assert {exchange.status for exchange in run(main())} == {413}
+
+
+@linux
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("how", "limits", "ended", "error"),
+    [
+        ("reset", Timeouts(ttft_s=0.4, stall_s=60.0), TRUNCATED, "ConnectionResetError"),
+        ("close", Timeouts(total_s=0.4), CLOSED, ""),
+    ],
+)
+def test_an_end_that_is_found_where_a_limit_is_looked_at_is_what_it_was(
+    run: Run, how: str, limits: Timeouts, ended: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells a reset once; of an answer that only a close delimits, the next read would find the end."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    events = [b"data: %b\n\n" % json.dumps(token(text)).encode() for text in "ab"]
+    look, ring = Arrivals.look, Connection._ring
+    held = threading.Event()
+
+    def rung(connection: Connection) -> None:
+        ring(connection)
+        held.clear()
+
+    monkeypatch.setattr(Arrivals, "look", lambda self: None if held.is_set() else look(self))
+    monkeypatch.setattr(Connection, "_ring", rung)
+    with Scripted([(0, head + events[0]), (50, events[1]), how]) as server:
+
+        async def main() -> Exchange:
+            def is_token(data: bytes) -> bool:
+                held.set()
+                return True
+
+            wire = Wire(server.url, "/", [], limits, is_token)
+            exchange = await wire.send(b"Content-Length: 0\r\n\r\n")
+            wire.close()
+            await asyncio.sleep(0)
+            return exchange
+
+        exchange = run(main())
+    assert exchange.ended == ended
+    assert exchange.error.partition(":")[0] == error
+    assert b"".join(exchange.pieces) == b"".join(events)
 
 
 @linux
