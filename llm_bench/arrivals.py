@@ -58,19 +58,14 @@ class Source:
         self.read_ns = 0  # when last: what had come by then was taken
         self._out_of_order = 0
 
-    def read_out(self) -> bool:
-        """Read what lies there still, stamped now: of a connection on whose end, or limit, nobody looks any more.
-
-        True: the peer has closed it. Raises OSError for a reset, which the kernel tells once: the next read would find
-        a proper end.
-        """
-        with suppress(BlockingIOError):
+    def read_out(self) -> None:
+        """Read what lies there still, stamped now: of a connection that is lost."""
+        with suppress(OSError):
             for _ in range(MOST_READS):
                 if not (data := self.receive(READ_BYTES)[0]):
-                    return True
+                    return
                 self.read_ns = now_ns()
                 self.received(data, self.read_ns)
-        return False
 
     def in_order(self) -> bool:
         """Has no segment overtaken another since this was last asked?
@@ -100,6 +95,7 @@ class Arrivals:
         self._looked_ns = 0
         self._begun_ns = self._counted_ns = now_ns()
         self._count = 0  # of reads since then
+        self._found, self._much = 0, False  # of the last look: how many could be read, was a read a large one
         self._busy = self._resting = False
         self._loop.add_reader(self._epoll.fileno(), self.look)
 
@@ -132,52 +128,57 @@ class Arrivals:
         self.answer_ns += (took_ns - self.answer_ns) >> 4 if self.answer_ns else took_ns
 
     def look(self) -> None:
-        """Read what has come. The loop calls it."""
+        """The loop's: read what has come, and rest where many reads come."""
+        try:
+            self.read()
+        finally:
+            if not self._epoll.closed:
+                self._rest()
+
+    def read(self) -> None:
+        """Read what has come, once a socket."""
         before_ns, begun_ns = self._looked_ns, now_ns()
         ahead_ns = 0 if self._wall.stepped() else self._wall.ahead_ns
         sources = self._sources
         ready = self._epoll.poll(0, len(sources) or 1)  # all there are: who is not among them has nothing to read
         self._looked_ns = begun_ns
         self.reads += len(ready)
-        much = False
-        try:
-            for fd, _ in ready:
-                source, why = sources[fd], None
-                try:
-                    data, extra, _, _ = source.receive(READ_BYTES, _ROOM)
-                    now = came_ns = now_ns()
-                    if extra and ahead_ns:
-                        s, ns = _timespec(extra[0][2])
-                        came_ns = s * 1_000_000_000 + ns - ahead_ns
-                        # Older than a look or a read at which it was not there, or newer than now: no time of arrival.
-                        if not max(before_ns, source.read_ns) <= came_ns <= now or (
-                            now - came_ns > _SURE_NS and not source.in_order()
-                        ):
-                            came_ns = now
-                    source.read_ns = now
-                    if data:
-                        self.by_clock += came_ns == now
-                        much = much or len(data) >= MUCH_BYTES
-                        source.received(data, came_ns)
-                        continue
-                except BlockingIOError:
+        self._found, self._much = len(ready), False
+        for fd, _ in ready:
+            source, why = sources[fd], None
+            try:
+                data, extra, _, _ = source.receive(READ_BYTES, _ROOM)
+                now = came_ns = now_ns()
+                if extra and ahead_ns:
+                    s, ns = _timespec(extra[0][2])
+                    came_ns = s * 1_000_000_000 + ns - ahead_ns
+                    # Older than a look or a read at which it was not there, or newer than now: no time of arrival.
+                    if not max(before_ns, source.read_ns) <= came_ns <= now or (
+                        now - came_ns > _SURE_NS and not source.in_order()
+                    ):
+                        came_ns = now
+                source.read_ns = now
+                if data:
+                    self.by_clock += came_ns == now
+                    self._much = self._much or len(data) >= MUCH_BYTES
+                    source.received(data, came_ns)
                     continue
-                except Exception as e:  # noqa: BLE001 - the network's, or a mistake of ours: `lost` tells them apart
-                    why = e
-                source.lost(why)
-        finally:
-            if not self._epoll.closed:
-                self._rest(begun_ns, len(ready), much)
+            except BlockingIOError:
+                continue
+            except Exception as e:  # noqa: BLE001 - the network's, or a mistake of ours: `lost` tells them apart
+                why = e
+            source.lost(why)
 
-    def _rest(self, begun_ns: int, found: int, much: bool) -> None:
+    def _rest(self) -> None:
         """Leave the sockets alone for a moment, where many reads come; after a look in vain, until something does."""
+        begun_ns, found = self._looked_ns, self._found
         rest_ns = min(LONGEST_REST_NS, (self.answer_ns or begun_ns - self._begun_ns) // RESTS_AN_ANSWER)
         self._count += found
         if self._count >= COUNTED:
             expected = rest_ns * self._count / max(begun_ns - self._counted_ns, 1)
             self._busy = rest_ns >= SHORTEST_REST_NS and expected >= WORTH_A_REST
             self._count, self._counted_ns = 0, begun_ns
-        if self._busy and found and not much:
+        if self._busy and found and not self._much:
             if not self._resting:
                 self._resting = True
                 self._loop.remove_reader(self._epoll.fileno())
