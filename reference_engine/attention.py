@@ -1,6 +1,6 @@
 """Attention over a paged KV pool: rows' keys and values into it, queries over it. In torch, and through native.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ class Cache:
     gathered: torch.Tensor  # [2, elements] where keys and values of a group or chunk are brought together; grows
     sizes: native.Geometry
     windows: torch.Tensor  # [layers] int64: keys that a query sees; 0: all
+    scratch: native.Scratch = field(default_factory=native.Scratch)  # `gathered` of the native kernels
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.pool, self.scales) if t is not None)
@@ -163,7 +164,9 @@ def attend_native(cache: Cache, number: int, qkv: torch.Tensor, batch: Batch) ->
     assert isinstance(batch.layout, Paged)
     window = cache.pages.window if number in cache.shape.windowed else 0
     scales = None if cache.scales is None else cache.scales[number]
-    return native.attend(cache.sizes, qkv, cache.pool[number], scales, batch.positions, batch.layout, window)
+    return native.attend(
+        cache.sizes, qkv, cache.pool[number], scales, batch.positions, batch.layout, window, cache.scratch
+    )
 
 
 def all_layers(
@@ -173,5 +176,5 @@ def all_layers(
     assert isinstance(batch.layout, Paged)
     return native.all_layers(
         stack, x, cache.sizes, cache.pool, cache.scales, (cache.cos, cache.sin), cache.windows, batch.positions,
-        batch.slots, batch.layout, kept,
+        batch.slots, batch.layout, kept, cache.scratch,
     )  # fmt: skip

@@ -197,7 +197,7 @@ def _groups(decodes: list[Sequence], pages: Pages, device: torch.device, dtype: 
             end += 1
         group = decodes[start:end]
         width = -(-(group[-1].computed + 1) // pages.block_size)
-        tables = np.zeros((len(group), width), np.int64)  # block 0 fills up: finite values that the mask hides
+        tables = np.zeros((len(group), width), np.int64)  # block 0 fills up: the mask hides it
         for row, sequence in zip(tables, group, strict=True):
             held = sequence.blocks[:width]
             row[: len(held)] = held

@@ -209,14 +209,15 @@ def hidden(
 ) -> torch.Tensor:
     """The same up to the head: [rows, hidden] after the last norm, of the rows that are `kept`.
 
-    Those are the rows that sample, or all of a batch without adapters.
+    Those are the rows that sample, or, by slice(None), all of a batch without adapters.
     """
+    assert isinstance(kept, torch.Tensor) or (kept == slice(None) and not batch.adapters), kept
     shape, cache, eps = model.shape, model.cache, model.shape.norm_eps
     kernels = KERNELS[model.kernels]
     rows, last = len(batch.token_ids), shape.layers - 1
     added = [(adapters[group.adapter], group.rows) for group in batch.adapters]
     x = F.embedding(batch.token_ids, model.embedding)  # the sum of what the layers add; in place from here
-    if model.stack and not added:
+    if model.stack is not None and not added:
         return attention.all_layers(cache, model.stack, x, batch, kept if isinstance(kept, torch.Tensor) else None)
     normed = kernels.rms_norm(x, model.layers[0].attention_norm, eps)
     for number, layer in enumerate(model.layers):

@@ -6,15 +6,17 @@
 //
 // Threads: a function that takes a Team is run by all threads of a parallel region, with equal arguments. They share the
 // turns of its loops and go on when all are done.
+//
+// Nothing here allocates, so that nothing here fails: what is computed in is the caller's to give.
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <thread>
 #include <utility>
-#include <vector>
 #if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #endif
@@ -28,15 +30,13 @@ constexpr int64_t PANEL = 16;
 constexpr int64_t ROWS = 96;             // of the left side at once: what is read again for each panel stays in L2
 constexpr int64_t WORTH = 1 << 15;       // elements below which waking threads costs more than it saves
 constexpr int SPINS = 2000;              // of one who waits for others, some tens of microseconds, before it yields
-int threads = 1;
+constexpr auto PATIENCE = std::chrono::milliseconds(1);  // before it sleeps: who is awaited so long lacks a processor
+constexpr auto NAP = std::chrono::microseconds(20);
+std::atomic<int> threads{1};
 
-// Memory of the calling thread, kept for its next call: fresh megabytes cost page faults each time.
-enum Place { PACKED, NORMED, QKV, ATTENDED, ADDED, GATE_UP, GATED, KEPT, PLACES };
-float* memory(Place place, int64_t count) {
-    static thread_local std::vector<float> kept[PLACES];
-    if (int64_t(kept[place].size()) < count) kept[place] = std::vector<float>(count);
-    return kept[place].data();
-}
+// Places of scratch memory; none shares a line of the cache with another.
+enum Place { PACKED, NORMED, QKV, ATTENDED, ADDED, GATE_UP, GATED, KEPT, SCORED, PLACES };
+int64_t whole_lines(int64_t count) { return (count + 15) / 16 * 16; }
 
 // ---- Threads. Not by `omp for`: its barriers send a thread to sleep almost at once where a process has more threads in
 // all its pools than there are processors, as a server has that computes in one and loads in another. To wake one takes
@@ -53,11 +53,19 @@ class Team {
 #endif
     }
 
-    static void nap(int times) {
+    void wait(int now) const {
+        const auto open = [&] { return round.load(std::memory_order_acquire) == now; };
 #if defined(__x86_64__)
-        if (times < SPINS) return __builtin_ia32_pause();
+        for (int times = 0; times < SPINS && open(); times++) __builtin_ia32_pause();
 #endif
-        std::this_thread::yield();  // to whoever needs the processor, perhaps the one that is waited for
+        if (!open()) return;
+        const auto begun = std::chrono::steady_clock::now();
+        while (open()) {
+            if (std::chrono::steady_clock::now() - begun < PATIENCE)
+                std::this_thread::yield();  // to whoever needs the processor, perhaps the one that is waited for
+            else
+                std::this_thread::sleep_for(NAP);
+        }
     }
 
     void meet() {
@@ -66,10 +74,18 @@ class Team {
             next.store(0, std::memory_order_relaxed), arrived.store(0, std::memory_order_relaxed);
             round.store(now + 1, std::memory_order_release);
         }
-        for (int times = 0; round.load(std::memory_order_acquire) == now; times++) nap(times);
+        wait(now);
     }
 
 public:
+    static int number() {  // of this thread
+#ifdef _OPENMP
+        return omp_get_thread_num();
+#else
+        return 0;
+#endif
+    }
+
     // turn(i) for all i below count: runs of them, shorter and shorter, so that nobody waits long for one who was held up.
     template <class Turn>
     void each(int64_t count, Turn turn) {
@@ -89,11 +105,11 @@ public:
     }
 };
 
-// All threads do `work`, or this one alone where to wake others costs more than it saves.
+// So many threads do `work`, or this one alone where to wake others costs more than it saves.
 template <class Work>
-void together(bool worth, Work work) {
+void together(int count, bool worth, Work work) {
     Team team;
-#pragma omp parallel num_threads(threads) if (threads > 1 && worth)
+#pragma omp parallel num_threads(count) if (count > 1 && worth)
     work(team);
 }
 
@@ -108,9 +124,8 @@ inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
 inline V add(V a, V b) { return _mm256_add_ps(a, b); }
 inline V div(V a, V b) { return _mm256_div_ps(a, b); }
-inline V largest(V a, V b) { return _mm256_max_ps(a, b); }
+inline V largest(V a, V b) { return _mm256_max_ps(a, b); }  // b where either is a NaN; so does `least`
 inline V least(V a, V b) { return _mm256_min_ps(a, b); }
-inline V magnitude(V a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline I all_pairs(int32_t two) { return _mm256_set1_epi32(two); }
 inline I pairs(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline I add_products(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
@@ -149,7 +164,6 @@ inline V add(V a, V b) { return each([&](int i) { return a.at[i] + b.at[i]; }); 
 inline V div(V a, V b) { return each([&](int i) { return a.at[i] / b.at[i]; }); }
 inline V largest(V a, V b) { return each([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; }); }
 inline V least(V a, V b) { return each([&](int i) { return a.at[i] < b.at[i] ? a.at[i] : b.at[i]; }); }
-inline V magnitude(V a) { return each([&](int i) { return std::fabs(a.at[i]); }); }
 inline I all_pairs(int32_t two) { I r; for (int i = 0; i < 8; i++) r.at[i] = two; return r; }
 inline I pairs(const int8_t* p) {
     I r;
@@ -171,7 +185,9 @@ inline I add_products(I sum, I a, I b) {
 inline void save(int32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
 inline V widened(const int8_t* p) { return each([&](int i) { return float(p[i]); }); }
 inline V nearest(V x) { return each([&](int i) { return std::nearbyint(x.at[i]); }); }
-inline V power_of_two(V whole) { return each([&](int i) { return std::ldexp(1.0f, int(whole.at[i])); }); }
+inline V power_of_two(V whole) {
+    return each([&](int i) { return std::isnan(whole.at[i]) ? whole.at[i] : std::ldexp(1.0f, int(whole.at[i])); });
+}
 inline float total(V v) {
     return ((v.at[0] + v.at[1]) + (v.at[2] + v.at[3])) + ((v.at[4] + v.at[5]) + (v.at[6] + v.at[7]));
 }
@@ -235,9 +251,10 @@ inline float largest_of(V v) {
     return *std::max_element(at, at + 8);
 }
 
-// e^x to 2 units in the last place: 2^n times the polynomial of e^r, |r| <= ln 2 / 2. Beyond its range: its ends.
+// e^x to 2 units in the last place: 2^n times the polynomial of e^r, |r| <= ln 2 / 2. Beyond its range: its ends. A NaN
+// stays one.
 inline V exponential(V x) {
-    x = least(largest(x, all(-87.0f)), all(88.0f));
+    x = least(all(88.0f), largest(all(-87.0f), x));
     const V n = nearest(mul(x, all(1.44269504f)));
     const V r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), x));  // ln 2 in two parts, so that r is exact
     V p = all(1.9875691500e-4f);  // Cephes' expf
@@ -246,16 +263,20 @@ inline V exponential(V x) {
     return mul(add(fma(mul(p, r), r, r), all(1.0f)), power_of_two(n));
 }
 
-// What one step of an 8-bit integer is worth for these numbers; quant.py does the same.
+// What one step of an 8-bit integer is worth for these numbers; quant.py does the same. A NaN if one of them is.
 inline float step_of(const float* x, int64_t count) {
-    V most = all(0.0f);
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8) most = largest(most, magnitude(load(x + i)));
-    float step = largest_of(most);
-    for (; i < count; i++) step = std::max(step, std::fabs(x[i]));
+    int32_t most = 0;  // magnitudes stand in the order of their bits, NaNs above all
+    for (int64_t i = 0; i < count; i++) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        most = std::max(most, bits & INT32_MAX);
+    }
+    float step;
+    std::memcpy(&step, &most, sizeof step);
     step /= 127.0f;
-    return step > 0.0f ? step : 1.0f;
+    return step == 0.0f ? 1.0f : step;
 }
+// -127 for a NaN.
 inline V integers(V x, float step) { return least(largest(nearest(div(x, all(step))), all(-127.0f)), all(127.0f)); }
 
 // ---- Products. A kind says what the left side is packed into, how a tile of R x 16 sums is made, and what becomes of it.
@@ -369,8 +390,10 @@ struct Matrix {
     const float *scales, *bias;  // by output; both may be null
 };
 
-// Elements that `product` packs rows into.
-int64_t packed_size(int64_t inputs) { return ROWS * (inputs + 2); }
+// Elements that `product` packs its rows into.
+int64_t packed_size(int64_t rows, int64_t inputs) { return std::min(rows, ROWS) * (inputs + 2); }
+
+bool worth_sharing(const Matrix& m, int64_t rows) { return std::max(m.inputs, rows) * m.outputs > WORTH; }
 
 // out [rows, outputs] = x [rows, inputs] times the panels, scaled by column, plus bias.
 template <class Kind>
@@ -380,7 +403,7 @@ void product(Team& team, float* out, const float* x, int64_t rows, const Matrix&
     const int64_t bytes = steps * Kind::DEPTH * PANEL * int64_t(sizeof(typename Kind::Right));
     const auto* const panels = static_cast<const typename Kind::Right*>(m.panels);
     auto* const left = reinterpret_cast<typename Kind::Left*>(packed);
-    float* const row_scales = packed + ROWS * (m.inputs + 1);
+    float* const row_scales = packed + std::min(rows, ROWS) * (m.inputs + 1);
     for (int64_t first = 0; first < rows; first += ROWS) {
         const int64_t here = std::min(ROWS, rows - first), tiles = (here + Kind::TILE - 1) / Kind::TILE;
         // Tiles of equal height: two of four rows are faster than one of six and one of two.
@@ -511,17 +534,22 @@ inline void foresee(const Number* from, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(Number))) __builtin_prefetch(from + i);
 }
 
+// Elements between one head's scores of so many keys and the next head's.
+inline int64_t stride_of(int64_t keys) { return (keys + 7) / 8 * 8 + 8; }
+
+// Elements that a thread attends in where tables have `width` blocks.
+int64_t attending_size(const Geometry& g, int64_t width) {
+    return whole_lines(g.heads / g.kv_heads * (g.dim + stride_of(width * g.block_size)) + g.block_size * g.dim);
+}
+
 // One KV head's queries of one row over the keys [first, position].
 template <class Number>
 void attend_row(float* out, const float* queries, const Number* pool, const float* scales, const Geometry& g,
-                const int32_t* table, int64_t first, int64_t position, int64_t kv_head) {
+                const int32_t* table, int64_t first, int64_t position, int64_t kv_head, float* scratch) {
     const int64_t group = g.heads / g.kv_heads, half = g.num_blocks * g.kv_heads * g.block_size;
     const int64_t begin = first / g.block_size * g.block_size;  // keys before `first` in its block are passed over
-    const int64_t count = position + 1 - first, stride = (position + 1 - begin + 7) / 8 * 8 + 8;
-    static thread_local std::vector<float> scratch;
-    const size_t needed = group * (g.dim + stride) + g.block_size * g.dim;
-    if (scratch.size() < needed) scratch.resize(needed);
-    float *query = scratch.data(), *place = query + group * g.dim, *score = place + g.block_size * g.dim;
+    const int64_t count = position + 1 - first, stride = stride_of(position + 1 - begin);
+    float *query = scratch, *place = query + group * g.dim, *score = place + g.block_size * g.dim;
     const float scale = 1.0f / std::sqrt(float(g.dim));
     for (int64_t i = 0; i < group * g.dim; i++) query[i] = queries[i] * scale;
     const auto row_of = [&](int64_t kind, int64_t at) {
@@ -559,16 +587,18 @@ struct Rows {
 };
 
 // out [rows, heads, dim]: each row's queries over the keys of its table up to its position, `window` of them or all.
+// scratch: of all threads, an attending_size each.
 template <class Number>
 void attend(Team& team, float* out, const float* qkv, const Number* pool, const float* scales, const Geometry& g,
-            const Rows& rows, int64_t window) {
+            const Rows& rows, int64_t window, float* scratch) {
     const int64_t group = g.heads / g.kv_heads;
+    float* const own = scratch + Team::number() * attending_size(g, rows.width);
     team.each(rows.count * g.kv_heads, [&](int64_t item) {
         const int64_t row = item / g.kv_heads, kv_head = item % g.kv_heads, position = rows.positions[row];
         const int64_t first = window ? std::max<int64_t>(position + 1 - window, 0) : 0;
         attend_row(out + (row * g.heads + kv_head * group) * g.dim,
                    qkv + (row * (g.heads + 2 * g.kv_heads) + kv_head * group) * g.dim, pool, scales, g,
-                   rows.tables + rows.table_of_row[row] * rows.width, first, position, kv_head);
+                   rows.tables + rows.table_of_row[row] * rows.width, first, position, kv_head, own);
     });
 }
 
@@ -591,7 +621,7 @@ inline void put(int8_t* to, float* scale, const float* x, int64_t dim) {
         save(whole, integers(load(x + i), *scale));
         for (int64_t j = 0; j < 8; j++) to[i + j] = int8_t(whole[j]);
     }
-    for (; i < dim; i++) to[i] = int8_t(std::clamp(std::nearbyint(x[i] / *scale), -127.0f, 127.0f));
+    for (; i < dim; i++) to[i] = int8_t(std::min(std::max(-127.0f, std::nearbyint(x[i] / *scale)), 127.0f));
 }
 
 // Norms of heads and rotation of qkv [rows, heads + 2 kv_heads, dim] in place; keys and values into a layer's pool.
@@ -642,11 +672,13 @@ void store(Team& team, float* qkv, const Pool& to, const Rows& rows, const float
         store(team, qkv, static_cast<float*>(to.numbers), to.scales, to.sizes, rows, cos, sin, q_norm, k_norm, eps);
 }
 
-void attend(Team& team, float* out, const float* qkv, const Pool& from, const Rows& rows, int64_t window) {
-    if (from.scales)
-        attend(team, out, qkv, static_cast<const int8_t*>(from.numbers), from.scales, from.sizes, rows, window);
+void attend(Team& team, float* out, const float* qkv, const Pool& from, const Rows& rows, int64_t window,
+            float* scratch) {
+    const auto [numbers, scales, sizes] = from;
+    if (scales)
+        attend(team, out, qkv, static_cast<const int8_t*>(numbers), scales, sizes, rows, window, scratch);
     else
-        attend(team, out, qkv, static_cast<const float*>(from.numbers), from.scales, from.sizes, rows, window);
+        attend(team, out, qkv, static_cast<const float*>(numbers), scales, sizes, rows, window, scratch);
 }
 
 // Of x [rows, size], or of total += x.
@@ -710,7 +742,7 @@ struct Places {
 
 // out [kept, hidden]: x [rows, hidden] through all layers and the last norm; model.py's `hidden` says the same in parts.
 void pass(Team& team, float* out, float* x, const Stack& stack, const Context& with, const Places& places) {
-    const auto& [packed, normed, qkv, attended, added, gate_up, gated, kept] = places.of;
+    const auto& [packed, normed, qkv, attended, added, gate_up, gated, kept, scored] = places.of;
     const int64_t size = stack.hidden;
     int64_t rows = with.rows.count;
     norm(team, normed, x, nullptr, stack.layers[0].attention_norm, rows, size, stack.eps);
@@ -720,7 +752,7 @@ void pass(Team& team, float* out, float* x, const Stack& stack, const Context& w
         const bool last = n + 1 == stack.count;
         product(team, qkv, normed, rows, layer.qkv, packed);
         store(team, qkv, pool, with.rows, with.cos, with.sin, layer.q_norm, layer.k_norm, stack.eps);
-        attend(team, attended, qkv, pool, with.rows, with.windows[n]);
+        attend(team, attended, qkv, pool, with.rows, with.windows[n], scored);
         const float* found = attended;
         if (last && with.kept_count >= 0) {  // what follows serves only the rows that are kept
             rows = with.kept_count;
@@ -738,9 +770,13 @@ void pass(Team& team, float* out, float* x, const Stack& stack, const Context& w
     }
 }
 
-void product_alone(float* out, const float* x, int64_t rows, const Matrix& m) {
-    float* const packed = memory(PACKED, packed_size(m.inputs));
-    together(m.inputs * m.outputs > WORTH, [&](Team& team) { product(team, out, x, rows, m, packed); });
+// Products, and attention's look at keys, which small models have more of.
+bool worth_sharing(const Layer& layer, const Rows& rows, const Geometry& g) {
+    return worth_sharing(layer.gate_up, rows.count) || rows.count * rows.width * g.block_size * g.kv_heads > WORTH;
+}
+
+void product_alone(float* out, const float* x, int64_t rows, const Matrix& m, float* packed) {
+    together(threads, worth_sharing(m, rows), [&](Team& team) { product(team, out, x, rows, m, packed); });
 }
 
 }  // namespace
@@ -749,19 +785,22 @@ extern "C" {
 
 void set_threads(int count) { threads = count; }
 
+// Elements of `packed` for the products below.
+int64_t product_scratch(int64_t rows, int64_t inputs) { return packed_size(rows, inputs); }
+
 void product_float32(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const float* panels,
-                     const float* bias) {
-    product_alone(out, x, rows, {0, inputs, outputs, panels, nullptr, bias});
+                     const float* bias, float* packed) {
+    product_alone(out, x, rows, {0, inputs, outputs, panels, nullptr, bias}, packed);
 }
 
 void product_weights8(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const int8_t* panels,
-                      const float* scales, const float* bias) {
-    product_alone(out, x, rows, {1, inputs, outputs, panels, scales, bias});
+                      const float* scales, const float* bias, float* packed) {
+    product_alone(out, x, rows, {1, inputs, outputs, panels, scales, bias}, packed);
 }
 
 void product_int8(float* out, const float* x, int64_t rows, int64_t inputs, int64_t outputs, const int8_t* panels,
-                  const float* scales, const float* bias) {
-    product_alone(out, x, rows, {2, inputs, outputs, panels, scales, bias});
+                  const float* scales, const float* bias, float* packed) {
+    product_alone(out, x, rows, {2, inputs, outputs, panels, scales, bias}, packed);
 }
 
 // Into one layer's pool; scales: null for float32.
@@ -770,39 +809,51 @@ void store_rows(float* qkv, void* pool, float* scales, const Geometry* g, int64_
                 float eps) {
     const Rows rows = {count, positions, slots, nullptr, 0, nullptr};
     const bool worth = count * (g->heads + 2 * g->kv_heads) * g->dim > WORTH;
-    together(worth, [&](Team& team) { store(team, qkv, {pool, scales, *g}, rows, cos, sin, q_norm, k_norm, eps); });
+    together(threads, worth,
+             [&](Team& team) { store(team, qkv, {pool, scales, *g}, rows, cos, sin, q_norm, k_norm, eps); });
 }
 
-void attend_rows(float* out, const float* qkv, void* pool, float* scales, const Geometry* g, int64_t count,
-                 const int64_t* positions, const int32_t* tables, int64_t width, const int32_t* table_of_row,
-                 int64_t window) {
+// These two return 0, or how many elements of scratch they need: then nothing is done.
+int64_t attend_rows(float* out, const float* qkv, void* pool, float* scales, const Geometry* g, int64_t count,
+                    const int64_t* positions, const int32_t* tables, int64_t width, const int32_t* table_of_row,
+                    int64_t window, float* scratch, int64_t given) {
     const Rows rows = {count, positions, nullptr, tables, width, table_of_row};
-    together(count * g->kv_heads > 1, [&](Team& team) { attend(team, out, qkv, {pool, scales, *g}, rows, window); });
-}
-
-void rms_norm(float* out, const float* x, const float* weight, int64_t rows, int64_t size, float eps) {
-    together(rows * size > WORTH, [&](Team& team) { norm(team, out, x, nullptr, weight, rows, size, eps); });
-}
-
-void silu_mul(float* out, const float* x, int64_t rows, int64_t size) {
-    together(rows * size > WORTH, [&](Team& team) { gate(team, out, x, rows, size); });
+    const int team_size = threads;
+    const int64_t needed = team_size * attending_size(*g, width);
+    if (needed > given) return needed;
+    together(team_size, count * g->kv_heads > 1,
+             [&](Team& team) { attend(team, out, qkv, {pool, scales, *g}, rows, window, scratch); });
+    return 0;
 }
 
 // x changes. out: of all rows, or of those that are kept.
-void all_layers(float* out, float* x, const Stack* stack, const Context* with) {
+int64_t all_layers(float* out, float* x, const Stack* stack, const Context* with, float* scratch, int64_t given) {
     const Layer& first = stack->layers[0];
+    const Geometry& g = with->pool.sizes;
     const int64_t rows = with->rows.count, widest = std::max({stack->hidden, first.out.inputs, first.down.inputs});
-    const Places places = {{
-        memory(PACKED, packed_size(widest)),
-        memory(NORMED, rows * stack->hidden),
-        memory(QKV, rows * first.qkv.outputs),
-        memory(ATTENDED, rows * first.out.inputs),
-        memory(ADDED, rows * stack->hidden),
-        memory(GATE_UP, rows * first.gate_up.outputs),
-        memory(GATED, rows * first.down.inputs),
-        memory(KEPT, rows * stack->hidden),
-    }};
-    const bool worth = first.gate_up.inputs * first.gate_up.outputs > WORTH;
-    together(worth, [&](Team& team) { pass(team, out, x, *stack, *with, places); });
+    const int team_size = threads;
+    int64_t sizes[PLACES], needed = 0;
+    sizes[PACKED] = packed_size(rows, widest);
+    sizes[QKV] = rows * first.qkv.outputs;
+    sizes[ATTENDED] = rows * first.out.inputs;
+    sizes[GATE_UP] = rows * first.gate_up.outputs;
+    sizes[GATED] = rows * first.down.inputs;
+    sizes[NORMED] = sizes[ADDED] = sizes[KEPT] = rows * stack->hidden;
+    sizes[SCORED] = team_size * attending_size(g, with->rows.width);
+    for (const int64_t size : sizes) needed += whole_lines(size);
+    if (needed > given) return needed;
+    Places places;
+    for (int place = 0; place < PLACES; scratch += whole_lines(sizes[place++])) places.of[place] = scratch;
+    const bool worth = worth_sharing(first, with->rows, g);
+    together(team_size, worth, [&](Team& team) { pass(team, out, x, *stack, *with, places); });
+    return 0;
+}
+
+void rms_norm(float* out, const float* x, const float* weight, int64_t rows, int64_t size, float eps) {
+    together(threads, rows * size > WORTH, [&](Team& team) { norm(team, out, x, nullptr, weight, rows, size, eps); });
+}
+
+void silu_mul(float* out, const float* x, int64_t rows, int64_t size) {
+    together(threads, rows * size > WORTH, [&](Team& team) { gate(team, out, x, rows, size); });
 }
 }

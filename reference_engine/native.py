@@ -15,8 +15,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,18 +37,22 @@ THREADED = (("-fopenmp",), ())  # tried in this order; without OpenMP one thread
 COMPILE_LIMIT_S = 120
 HUGE = 2 << 20  # bytes of a huge page
 PANEL = 16  # outputs that stand together in a packed matrix
+# Of products, in native.cpp's order: what their panels hold.
+KINDS = {"float32": torch.float32, "weights8": torch.int8, "int8": torch.int8}
 
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-SIGNATURES: dict[str, tuple[type, ...]] = {
-    "set_threads": (ctypes.c_int,),
-    "product_float32": (*[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 2),
-    "product_weights8": (*[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 3),
-    "product_int8": (*[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 3),
-    "store_rows": (*[_POINTER] * 4, _COUNT, *[_POINTER] * 6, _REAL),
-    "attend_rows": (*[_POINTER] * 5, _COUNT, *[_POINTER] * 2, _COUNT, _POINTER, _COUNT),
-    "all_layers": (*[_POINTER] * 4,),
-    "rms_norm": (*[_POINTER] * 3, _COUNT, _COUNT, _REAL),
-    "silu_mul": (*[_POINTER] * 2, _COUNT, _COUNT),
+# What each returns, then what it takes.
+SIGNATURES: dict[str, tuple[type | None, ...]] = {
+    "set_threads": (None, ctypes.c_int),
+    "product_scratch": (_COUNT, _COUNT, _COUNT),
+    "product_float32": (None, *[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 3),
+    "product_weights8": (None, *[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 4),
+    "product_int8": (None, *[_POINTER] * 2, *[_COUNT] * 3, *[_POINTER] * 4),
+    "store_rows": (None, *[_POINTER] * 4, _COUNT, *[_POINTER] * 6, _REAL),
+    "attend_rows": (_COUNT, *[_POINTER] * 5, _COUNT, *[_POINTER] * 2, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT),
+    "all_layers": (_COUNT, *[_POINTER] * 5, _COUNT),
+    "rms_norm": (None, *[_POINTER] * 3, _COUNT, _COUNT, _REAL),
+    "silu_mul": (None, *[_POINTER] * 2, _COUNT, _COUNT),
 }
 
 
@@ -57,9 +64,6 @@ class Geometry(ctypes.Structure):
     """native.cpp's struct of the same name, as all here are."""
 
     _fields_ = [(name, _COUNT) for name in ("heads", "kv_heads", "dim", "block_size", "num_blocks")]
-
-
-KINDS = ("float32", "weights8", "int8")  # of products, in native.cpp's order
 
 
 class Matrix(ctypes.Structure):
@@ -185,10 +189,24 @@ def processor() -> str:
 def bind(path: Path) -> ctypes.CDLL:
     """Load, and say what each function takes. torch is loaded already, so that its OpenMP is the one that is found."""
     loaded = ctypes.CDLL(str(path))
-    for name, kinds in SIGNATURES.items():
+    for name, (result, *taken) in SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = kinds, None
+        function.argtypes, function.restype = taken, result
     return loaded
+
+
+@dataclass(slots=True, eq=False)
+class Scratch:
+    """Memory that kernels compute in, for one thread at a time. It grows, and stays for the next call: fresh megabytes
+    cost page faults each time."""
+
+    place: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def lent(self, kernel: Callable[..., int], *given: Any) -> None:
+        """Call one that says how much it needs where this is too little. Raises what torch does where there is none."""
+        while needed := kernel(*given, self.place.data_ptr(), len(self.place)):
+            self.place = torch.empty(0)  # not both at once
+            self.place = torch.empty(needed, dtype=torch.float32)
 
 
 def set_threads(count: int) -> None:
@@ -224,25 +242,14 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def product(x: torch.Tensor, panels: torch.Tensor, outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
     """[rows, outputs] of x [rows, inputs] and a packed matrix."""
-    x = _checked(x)
-    out = x.new_empty(len(x), outputs)
-    library().product_float32(
-        out.data_ptr(), x.data_ptr(), len(x), x.shape[1], outputs, panels.data_ptr(), _pointer(bias)
-    )
-    return out
+    return _product("float32", x, panels, outputs, _pointer(bias))
 
 
 def product_weights8(
     x: torch.Tensor, panels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """[rows, outputs] of x [rows, inputs] and a packed int8 matrix with scales [outputs], in float32."""
-    x = _checked(x)
-    out = x.new_empty(len(x), len(scales))
-    library().product_weights8(
-        out.data_ptr(), x.data_ptr(), len(x), x.shape[1], len(scales), panels.data_ptr(), scales.data_ptr(),
-        _pointer(bias),
-    )  # fmt: skip
-    return out
+    return _product("weights8", x, panels, len(scales), _pointer(scales), _pointer(bias))
 
 
 def pack_int8(weight: torch.Tensor) -> torch.Tensor:
@@ -257,29 +264,36 @@ def product_int8(
     x: torch.Tensor, panels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """[rows, outputs] of x [rows, inputs] and a packed int8 matrix; scales [outputs]. x is quantised row by row."""
-    x = _checked(x)
-    out = x.new_empty(len(x), len(scales))
-    library().product_int8(
-        out.data_ptr(), x.data_ptr(), len(x), x.shape[1], len(scales), panels.data_ptr(), scales.data_ptr(),
-        _pointer(bias),
+    return _product("int8", x, panels, len(scales), _pointer(scales), _pointer(bias))
+
+
+def _product(
+    kind: str, x: torch.Tensor, panels: torch.Tensor, outputs: int, *scales_and_bias: int | None
+) -> torch.Tensor:
+    x, kernels = x.contiguous(), library()
+    rows, inputs = x.shape
+    out, packed = x.new_empty(rows, outputs), x.new_empty(kernels.product_scratch(rows, inputs))
+    getattr(kernels, f"product_{kind}")(
+        _pointer(out), _pointer(x), rows, inputs, outputs, _pointer(panels, KINDS[kind]), *scales_and_bias,
+        _pointer(packed),
     )  # fmt: skip
     return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [rows, size] over its root mean square, times weight [size]."""
-    x = _checked(x)
+    x = x.contiguous()
     out = torch.empty_like(x)
-    library().rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps)
+    library().rms_norm(_pointer(out), _pointer(x), _pointer(weight), len(x), x.shape[1], eps)
     return out
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(first half of each row) times its second half: [rows, 2 size] -> [rows, size]."""
-    x = _checked(x)
+    x = x.contiguous()
     size = x.shape[1] // 2
     out = x.new_empty(len(x), size)
-    library().silu_mul(out.data_ptr(), x.data_ptr(), len(x), size)
+    library().silu_mul(_pointer(out), _pointer(x), len(x), size)
     return out
 
 
@@ -303,10 +317,9 @@ def store(
     pool [2, num_blocks, kv_heads, block_size, dim], int8 with scales [2, num_blocks, kv_heads, block_size];
     tables: cos and signed sin [positions, 1, dim].
     """
-    assert qkv.is_contiguous()
     library().store_rows(
-        qkv.data_ptr(), pool.data_ptr(), _pointer(scales), ctypes.addressof(sizes), len(qkv), positions.data_ptr(),
-        slots.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), _pointer(norms[0]), _pointer(norms[1]), eps,
+        _pointer(qkv), *_pool(pool, scales), ctypes.addressof(sizes), len(qkv), _pointer(positions, torch.int64),
+        _pointer(slots, torch.int64), *map(_pointer, tables), *map(_pointer, norms), eps,
     )  # fmt: skip
 
 
@@ -318,12 +331,13 @@ def attend(
     positions: torch.Tensor,
     layout: Paged,
     window: int,
+    scratch: Scratch,
 ) -> torch.Tensor:
     """[rows, heads · dim]: the queries of each row over the keys of its sequence up to its position."""
     out = qkv.new_empty(len(qkv), sizes.heads * sizes.dim)
-    library().attend_rows(
-        out.data_ptr(), qkv.data_ptr(), pool.data_ptr(), _pointer(scales), ctypes.addressof(sizes), len(qkv),
-        positions.data_ptr(), layout.tables.data_ptr(), layout.tables.shape[1], layout.table_of_row.data_ptr(), window,
+    scratch.lent(
+        library().attend_rows, _pointer(out), _pointer(qkv), *_pool(pool, scales), ctypes.addressof(sizes), len(qkv),
+        _pointer(positions, torch.int64), *_tables(layout), window,
     )  # fmt: skip
     return out
 
@@ -332,13 +346,14 @@ def matrix(
     kind: str, inputs: int, outputs: int, panels: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
 ) -> Matrix:
     """For a Layer."""
-    return Matrix(KINDS.index(kind), inputs, outputs, panels.data_ptr(), _pointer(scales), _pointer(bias))
+    number = list(KINDS).index(kind)
+    return Matrix(number, inputs, outputs, _pointer(panels, KINDS[kind]), _pointer(scales), _pointer(bias))
 
 
 def stack(layers: list[tuple[torch.Tensor | Matrix | None, ...]], norm: torch.Tensor, eps: float) -> Stack:
     """layers: the fields of a Layer each. It holds addresses alone, as Matrix does."""
     made = [Layer(*(x if isinstance(x, Matrix) else _pointer(x) for x in layer)) for layer in layers]
-    return Stack((Layer * len(made))(*made), len(made), len(norm), norm.data_ptr(), eps)
+    return Stack((Layer * len(made))(*made), len(made), len(norm), _pointer(norm), eps)
 
 
 def all_layers(
@@ -353,25 +368,33 @@ def all_layers(
     slots: torch.Tensor,
     layout: Paged,
     kept: torch.Tensor | None,
+    scratch: Scratch,
 ) -> torch.Tensor:
     """[kept, hidden]: x [rows, hidden], which changes, through all layers and the last norm. pool: of all layers."""
+    assert x.shape[1] == stack.hidden, (x.shape, stack.hidden)
+    assert kept is None or len(kept) <= len(x), (len(kept), len(x))
     out = x.new_empty(len(x) if kept is None else len(kept), x.shape[1])
-    rows = Rows(
-        len(x), positions.data_ptr(), slots.data_ptr(), layout.tables.data_ptr(), layout.tables.shape[1],
-        layout.table_of_row.data_ptr(),
-    )  # fmt: skip
+    rows = Rows(len(x), _pointer(positions, torch.int64), _pointer(slots, torch.int64), *_tables(layout))
     context = Context(
-        Pool(pool.data_ptr(), _pointer(scales), sizes), rows, tables[0].data_ptr(), tables[1].data_ptr(),
-        windows.data_ptr(), _pointer(kept), -1 if kept is None else len(kept),
+        Pool(*_pool(pool, scales), sizes), rows, *map(_pointer, tables), _pointer(windows, torch.int64),
+        _pointer(kept, torch.int64), -1 if kept is None else len(kept),
     )  # fmt: skip
-    library().all_layers(out.data_ptr(), x.data_ptr(), ctypes.addressof(stack), ctypes.addressof(context))
+    scratch.lent(library().all_layers, _pointer(out), _pointer(x), ctypes.addressof(stack), ctypes.addressof(context))
     return out
 
 
-def _checked(x: torch.Tensor) -> torch.Tensor:
-    assert x.dtype == torch.float32, x.dtype
-    return x.contiguous()
+def _pool(numbers: torch.Tensor, scales: torch.Tensor | None) -> tuple[int | None, int | None]:
+    return _pointer(numbers, torch.float32 if scales is None else torch.int8), _pointer(scales)
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _tables(layout: Paged) -> tuple[int | None, int, int | None]:
+    """As Rows has them."""
+    return _pointer(layout.tables, torch.int32), layout.tables.shape[1], _pointer(layout.table_of_row, torch.int32)
+
+
+def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    """What a kernel gets of it: it takes what lies there for numbers of this type without gaps."""
+    if tensor is None:
+        return None
+    assert tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous(), (tensor.dtype, dtype, tensor.stride())
+    return tensor.data_ptr()

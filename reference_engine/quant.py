@@ -12,10 +12,13 @@ EXACT = 1040
 
 
 def rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., n] as int8 of the same size and scales [..., 1] float32, so that x is about integer times scale."""
+    """x [..., n] as int8 of the same size and scales [..., 1] float32, so that x is about integer times scale.
+
+    The scale of a row that is not finite is not finite either: what is made of it shows it.
+    """
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True) / LEVELS
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale == 0, 1.0, scale)  # not `> 0`, which a NaN would not be
     return torch.round(wide / scale).clamp_(-LEVELS, LEVELS).to(torch.int8), scale
 
 

@@ -1,7 +1,11 @@
 """Each native kernel against float64 and against its form in torch; bits that do not change with company."""
 
+import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 
 from reference_engine import attention, batch, model, native, quant, weights
 from reference_engine.batch import Pages
+from reference_engine.engine import out_of_memory
 from reference_engine.families import Shape
 from reference_engine.sequence import Sequence
 from tests.engine_models import sequence
@@ -103,8 +108,10 @@ def test_machines_with_more_lanes_give_the_same_bits(rows: int, inputs: int, out
     x, panels = numbers(rows, inputs), native.pack(numbers(outputs, inputs, seed=1))
     found = []
     for name in ("avx2", "vectors"):
-        out = torch.empty(rows, outputs)
-        built(name).product_float32(out.data_ptr(), x.data_ptr(), rows, inputs, outputs, panels.data_ptr(), None)
+        out, packed = torch.empty(rows, outputs), torch.empty(built(name).product_scratch(rows, inputs))
+        built(name).product_float32(
+            out.data_ptr(), x.data_ptr(), rows, inputs, outputs, panels.data_ptr(), None, packed.data_ptr()
+        )
         found.append(out)
     assert torch.equal(*found)
 
@@ -115,6 +122,59 @@ def test_an_int8_product_of_the_largest_numbers_does_not_overflow() -> None:
     ones = torch.ones(20)
     out = native.product_int8(torch.full((6, inputs), 127.0), native.pack_int8(weight), ones, None)
     assert (out == -127.0 * 127 * inputs).all()
+
+
+NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 21])
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_a_row_that_is_not_finite_is_not_finite_in_eight_bits_and_alone_so(size: int, bad: float) -> None:
+    """At every place: among eight that are looked at together, and in the tail."""
+    integers, scales = quant.rows(numbers(5, size, seed=1))
+    by_output, panels = scales[:, 0].contiguous(), native.pack_int8(integers)
+    x = numbers(size + 1, size)
+    right = native.product_int8(x, panels, by_output, None)
+    x[torch.arange(size), torch.arange(size)] = bad  # another place in each row but the last
+    for out in (native.product_int8(x, panels, by_output, None), quant.product(x, integers, by_output, None)):
+        assert not out[:size].isfinite().any()
+        assert torch.equal(out[size], right[size])
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+@pytest.mark.parametrize("heads", [(2, 1, 12, 4), (1, 1, 80, 16)], ids=str)
+def test_keys_and_values_that_are_not_finite_are_read_back_as_such_from_eight_bits(
+    heads: tuple[int, ...], bad: float
+) -> None:
+    shape, block_size = shape_of(*heads[:3]), heads[3]
+    for paged, store in ((True, attention.store_native), (False, attention.store)):
+        qkv, cache, laid_out = step(shape, block_size, "int8", [(0, 9)], 0, paged)
+        assert cache.scales is not None
+        cache.scales.fill_(1.0)
+        qkv[4, shape.heads :, -1] = bad
+        store(cache, 0, qkv, (None, None), laid_out)
+        finite = read_back(cache).isfinite().all(-1)
+        assert int((~finite).sum()) == 2 * shape.kv_heads
+
+
+@pytest.mark.parametrize("kv", attention.KV_DTYPES)
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_a_key_that_is_not_finite_is_seen_by_all_who_look_at_it_and_by_nobody_else(kv: str, bad: float) -> None:
+    """Its value may be: a share of almost nothing would hide it."""
+    shape = shape_of(2, 1, 16)
+    qkv, cache, laid_out = step(shape, 4, kv, [(0, 27)], 0, True)
+    attention.store_native(cache, 0, qkv, (None, None), laid_out)
+    right = attention.attend_native(cache, 0, qkv, laid_out)
+    assert isinstance(laid_out.layout, batch.Paged)
+    for place in range(27):
+        block = int(laid_out.layout.tables[0, place // 4])
+        harmed = cache.pool if cache.scales is None else cache.scales
+        kept = harmed[0, 0, block, 0, place % 4].clone()
+        harmed[0, 0, block, 0, place % 4] = bad
+        out = attention.attend_native(cache, 0, qkv, laid_out)
+        harmed[0, 0, block, 0, place % 4] = kept
+        assert torch.equal(out[:place], right[:place])
+        assert not out[place:].isfinite().any()
 
 
 @few
@@ -273,7 +333,7 @@ def test_a_row_of_attention_has_the_same_bits_however_its_prompt_was_cut(kv: str
 def test_all_layers_at_once_have_the_bits_of_the_layers_in_parts(
     kv: str, quantization: str, window: int, threads: int
 ) -> None:
-    """All rows, those that sample, and none of them, which is not all."""
+    """All rows, those that sample, and none of them, which is not all. The parts are computed by one thread."""
     read = weights.tiny(0)
     shape = replace(read.shape, window=window, windowed=frozenset({1}) if window else frozenset())
     biased = [layer._replace(qkv_bias=numbers(len(layer.qkv))) for layer in read.layers]
@@ -287,11 +347,11 @@ def test_all_layers_at_once_have_the_bits_of_the_layers_in_parts(
         s.computed, s.blocks = computed, list(range(16 * i, 16 * i + 16))
         work.append((s, n))
     laid_out = model.lay_out(whole, work)
-    native.set_threads(threads)
     try:
         for kept in (slice(None), torch.tensor([3, 0, 17]), torch.empty(0, dtype=torch.int64)):
             found = []
-            for each in (whole, parts):
+            for each, by in ((whole, threads), (parts, 1)):
+                native.set_threads(by)
                 each.cache.pool.zero_()
                 found.append((model.hidden(each, laid_out, kept), each.cache.pool.clone()))
             assert torch.equal(found[0][0], found[1][0])
@@ -300,7 +360,104 @@ def test_all_layers_at_once_have_the_bits_of_the_layers_in_parts(
         native.set_threads(1)
 
 
-def test_large_zeros_stand_in_huge_pages_and_are_zeros() -> None:
+@contextmanager
+def address_space(beyond: int) -> Iterator[None]:
+    """So many bytes more than this process has now."""
+    resource = pytest.importorskip("resource")
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system does not say what a process has")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + beyond, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_a_step_too_large_for_memory_is_an_error_and_a_smaller_one_goes_on() -> None:
+    """The engine computes such a step in halves."""
+    whole = model.make(weights.tiny(0), 8, 16, 20_000, "native")
+    work = []
+    for n in (20_000, 20):
+        s = sequence([3] * n, n)
+        s.blocks = [0] * -(-n // 16) if n > 100 else [1, 2]
+        work.append((s, n))
+    large, small = (model.lay_out(whole, [each]) for each in work)
+    right = model.hidden(whole, small, small.sample_rows)
+    with address_space(40 << 20):  # 10 MB for the embeddings; what the layers compute in takes 150
+        with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+            model.hidden(whole, large, large.sample_rows)
+        assert torch.equal(model.hidden(whole, small, small.sample_rows), right)
+    assert out_of_memory(caught.value)
+
+
+def test_scratch_grows_and_stays() -> None:
+    asked: list[int] = []
+    scratch = native.Scratch()
+
+    def kernel(wanted: int, place: int, given: int) -> int:
+        asked.append(given)
+        return wanted if given < wanted else 0
+
+    for wanted in (100, 50, 300):
+        scratch.lent(kernel, wanted)
+    assert asked == [0, 100, 100, 100, 300]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kv", attention.KV_DTYPES)
+def test_nothing_is_written_beyond_the_scratch_that_was_asked_for(heads: tuple[int, ...], kv: str) -> None:
+    shape, block_size = shape_of(*heads[:3], vocab_size=weights.TINY.vocab_size, layers=2), heads[3]
+    whole = model.make(weights.tiny(0, shape=shape), 90, block_size, 256, "native", kv_cache_dtype=kv)
+    s = sequence([3] * 81, 0)
+    s.computed, s.blocks = 31, list(range(-(-81 // block_size)))
+    laid_out = model.lay_out(whole, [(s, 50)])
+    native.set_threads(3)
+    try:
+        right = model.hidden(whole, laid_out, slice(None))
+        asked = len(whole.cache.scratch.place)
+        whole.cache.scratch.place = torch.full((asked + 64,), float("nan"))
+        assert torch.equal(
+            model.hidden(whole, laid_out, slice(None)), right
+        )  # nor is anything read before it is written
+        assert whole.cache.scratch.place[asked:].isnan().all()
+    finally:
+        native.set_threads(1)
+
+
+def test_kernels_take_no_array_that_is_not_what_it_seems() -> None:
+    """Its address is all that they get."""
+    weight = numbers(16, 16)
+    panels, x = native.pack(weight), numbers(3, 16)
+    wrong: list[Any] = [
+        lambda: native.product(x.double(), panels, 16, None),
+        lambda: native.product(x, panels.half(), 16, None),
+        lambda: native.product(x, panels, 16, numbers(32)[::2]),
+        lambda: native.rms_norm(x, weight[:, 0], 1e-5),
+        lambda: native.silu_mul(x.double()),
+    ]
+    whole = model.make(weights.tiny(0), 8, 16, 128, "native")
+    s = sequence([3] * 5, 0)
+    s.blocks = [0]
+    laid_out = model.lay_out(whole, [(s, 5)])
+    assert isinstance(laid_out.layout, batch.Paged)
+    changes: list[dict[str, Any]] = [
+        {"positions": laid_out.positions.int()},
+        {"slots": laid_out.slots.repeat_interleave(2)[::2]},
+        {"layout": laid_out.layout._replace(tables=laid_out.layout.tables.long())},
+    ]
+    wrong += [partial(model.hidden, whole, replace(laid_out, **change), laid_out.sample_rows) for change in changes]
+    kinds = (torch.zeros(6, dtype=torch.int64), torch.tensor([0], dtype=torch.int32), slice(0, 2), None)
+    wrong += [partial(model.hidden, whole, laid_out, kept) for kept in kinds]
+    for call in wrong:
+        with pytest.raises(AssertionError):
+            call()
+    assert model.hidden(whole, laid_out, slice(None)).shape == (5, whole.shape.hidden_size)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to ask for")
+def test_large_zeros_begin_where_a_huge_page_may_and_are_zeros() -> None:
     for count in (1, native.HUGE // 4 - 1, native.HUGE // 4, native.HUGE + 3):
         found = native.zeros(count, 1, dtype=torch.float32)
         assert found.shape == (count, 1)

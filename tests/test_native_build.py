@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,57 @@ def test_a_compiler_without_openmp_still_serves(tmp_path: Path, monkeypatch: pyt
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 42; }')
     assert ctypes.CDLL(str(native.build(tmp_path / "cache", source, ("-O0", *native.FLAGS[1:])))).answer() == 42
+
+
+# native.cpp with what shows how its threads work together.
+INSIDE = """
+#include "%s"
+
+extern "C" {
+void one_is_late(int count, int ms) {
+    together(count, true, [=](Team& team) {
+        team.each(count, [=](int64_t i) { if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(ms)); });
+    });
+}
+int shared(int64_t rows, int64_t hidden, int64_t ffn, int64_t keys) {
+    Layer layer = {};
+    layer.gate_up = {0, hidden, 2 * ffn, nullptr, nullptr, nullptr};
+    return worth_sharing(layer, Rows{rows, nullptr, nullptr, nullptr, keys / 16, nullptr}, Geometry{4, 2, 32, 16, 9});
+}
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    place = tmp_path_factory.mktemp("inside")
+    source = place / "inside.cpp"
+    source.write_text(INSIDE % native.SOURCE)
+    loaded = ctypes.CDLL(str(native.build(place, source, ("-O0", *native.FLAGS[1:]))))
+    loaded.shared.argtypes = [ctypes.c_int64] * 4
+    return loaded
+
+
+def test_who_waits_long_for_another_thread_leaves_the_processor_to_others(inside: ctypes.CDLL) -> None:
+    begun_s = time.process_time()
+    inside.one_is_late(2, 600)
+    assert time.process_time() - begun_s < 0.3
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "ffn", "keys", "worth"),
+    [
+        (1, 128, 96, 512, False),
+        (8, 128, 96, 512, False),
+        (1, 768, 2048, 16, True),  # much to read
+        (2000, 64, 96, 16, True),  # many rows
+        (8, 64, 96, 8192, True),  # many keys
+    ],
+)
+def test_threads_share_what_is_large_in_any_of_three_ways(
+    inside: ctypes.CDLL, rows: int, hidden: int, ffn: int, keys: int, worth: bool
+) -> None:
+    assert bool(inside.shared(rows, hidden, ffn, keys)) is worth
 
 
 def tiny(**knobs: Any) -> ModelRunner:

@@ -56,11 +56,14 @@ async def ask(port: int, prompt: list[int], **more: Any) -> Reply:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_it_ends_alone_with_a_500_and_its_blocks_harm_nobody(kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "kv"), [("none", "auto"), ("none", "int8"), ("int8-weights", "auto"), ("int8", "int8")]
+)
+def test_it_ends_alone_with_a_500_and_its_blocks_harm_nobody(kernels: str, quantization: str, kv: str) -> None:
     good = [[i + 20] * (3 + 5 * i) for i in range(4)]
 
     async def main() -> None:
-        async with serving(kernels) as served:
+        async with serving(kernels, quantization=quantization, kv_cache_dtype=kv) as served:
             alone = [(await ask(served.port, prompt)).json["choices"] for prompt in good]
             bad = [[BAD, 9], [8] * 30 + [BAD], [BAD] * 40]
             for _ in range(3):  # blocks that held what is no number are given to others
