@@ -52,6 +52,11 @@ class Status(NamedTuple):
     def name(self) -> str:
         return GRPC_STATUS.get(self.code, (str(self.code), 0))[0]
 
+    @property
+    def page(self) -> dict[str, str]:
+        """The error object that a page of HTTP would hold in its place."""
+        return {"error": self.text or self.name, "code": self.name}
+
 
 def read_frames(data: bytes) -> tuple[list[bytes], Status | None]:
     """Messages and status in the frames. Raises ValueError for half a frame."""

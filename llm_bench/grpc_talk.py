@@ -15,7 +15,7 @@ import orjson
 
 from llm_bench import grpc_wire
 from llm_bench.errors import TargetError
-from llm_bench.grpc_frames import GRPC_STATUS, frame, status_frame
+from llm_bench.grpc_frames import GRPC_STATUS, Status, frame, status_frame
 from llm_bench.kserve_messages import field, model_metadata, repository_index, server_metadata, server_ready
 
 SERVICE = "/inference.GRPCInferenceService/"
@@ -79,7 +79,7 @@ class GrpcPages(httpx.BaseTransport):
         try:
             said = page.read(b"".join(answers))
         except _CallError as e:
-            return httpx.Response(e.status, json={"error": e.text or e.name, "code": e.name})
+            return httpx.Response(e.status, json=Status(e.code, e.text).page)
         except ValueError as e:
             return httpx.Response(502, json={"error": f"{page.method}: {e}"})
         if said is False:

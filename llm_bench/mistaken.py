@@ -54,15 +54,19 @@ def wants_key(status: int, body: bytes) -> bool:
 def of_key(target: Target, address: str, said: Said) -> str:
     """Of an answer of `address` that wants another key."""
     name, form = DIALECTS[target.api].site.key_header
-    scheme = said.head("www-authenticate").partition(" ")[0]
+    headers, offered = f"[targets.{target.name}.headers] of targets.toml", statuses.schemes(said)
+    given = next((own for own in target.headers if own.lower() in (name.lower(), "authorization")), "")
     what = "it wants a key; name its variable with --key-env"
     if target.key_env:
         what = f"its key was refused; correct the value of the variable {target.key_env}"
-    if scheme and name == "Authorization" and scheme.lower() != form.partition(" ")[0].lower():
-        what = f"it wants {scheme} and no key; give Authorization in [targets.{target.name}.headers] of targets.toml"
-    facts = statuses.told(said)
-    where = f"target {target.name}: {address} answers {statuses.number(target, said.status)}"
-    return f"{where}: {what}" + (f" ({facts})" if facts else "")
+    elif given:
+        what = f"the {given} of its headers was refused; correct it in {headers}"
+    ours = form.partition(" ")[0].lower()
+    if offered and name == "Authorization" and not given and ours not in map(str.lower, offered):
+        what = f"it wants {' or '.join(offered)} and no key; give Authorization in {headers}"
+    shown = statuses.number(target, said)
+    facts = statuses.told(said, shown)
+    return f"target {target.name}: {address} answers {shown}: {what}" + (f" ({facts})" if facts else "")
 
 
 def of_tls(target: Target, e: Exception) -> str:
@@ -124,7 +128,7 @@ def of_list(client: httpx.Client, target: Target, said: Said) -> str:
         where = f"{address} lists no model ({found or 'no list in its answer'})"
     else:
         where = f"{target.api} has no list of models" + (f", and {address} answers {found}" if found else "")
-    by_status = statuses.right(said, address, address.removeprefix(target.url))
+    by_status = statuses.right(target, said, address, address.removeprefix(target.url))
     if by_status and by_status != statuses.NOT_FOLLOWED:
         return f"target {target.name}: {where}; {by_status}; or give --model"
     return f"target {target.name}: {where}; give --model, or correct the URL: {_right(target)}" + (
@@ -142,7 +146,7 @@ def of_answer(
     address: str = "",
 ) -> str:
     """Of a first small request that failed; `address`: where another page was asked than answers come from."""
-    model, answered = asked.model, statuses.of(exchange)
+    model, answered = asked.model, statuses.of(target, exchange)
     body = answered.body
     path = target.dialect.path_of(model, asked.stream)
     address = address or target.url + path
@@ -151,7 +155,7 @@ def of_answer(
     said = f"{got.error_kind}: {got.error}" if got.outcome != "ok" else "ok"
     if exchange.status // 100 != 2 and (is_web_page(body) or 300 <= exchange.status < 400):
         said = got.error_kind  # a page is named by its title, and of a redirect the load offers the whole address
-    by_status = statuses.right(answered, address, path)
+    by_status = statuses.right(target, answered, address, path)
     if is_web_page(body) and not by_status:
         answers = f"{address} answers HTTP {exchange.status} with a web page (HTML), not {target.api}"
         return f"target {target.name}: {answers}; {_right(target)}{guess(client, target)}"
@@ -177,7 +181,7 @@ def of_answer(
 def _found(target: Target, said: Said) -> str:
     if said.status // 100 == 2:
         return f"HTTP {said.status}, a web page (HTML)" if is_web_page(said.body) else ""
-    return ", ".join(filter(None, [statuses.number(target, said.status), statuses.told(said)]))
+    return statuses.listed(target, said)
 
 
 def _right(target: Target) -> str:

@@ -361,7 +361,7 @@ def _models(client: httpx.Client, target: Target, ready_s: float, say: Say) -> t
             said_so = talk.whole_page(client, method, address, max(deadline_s - time.monotonic(), 0.1))
             if said_so.status not in _STARTING:
                 break
-            why = ", ".join(filter(None, [statuses.number(target, said_so.status), statuses.told(said_so)]))
+            why = statuses.listed(target, said_so)
         except httpx.HTTPError as e:
             if said := mistaken.of_tls(target, e):
                 raise TargetError(said) from None

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socketserver
 import subprocess
 import threading
@@ -13,10 +14,10 @@ import httpx
 import orjson
 import pytest
 
-from llm_bench import mistaken, probe, records, talk, targets
+from llm_bench import mistaken, probe, records, statuses, talk, targets
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
-from llm_bench.grpc_frames import Status
+from llm_bench.grpc_frames import GRPC_STATUS, Status
 from llm_bench.targets import Target
 from tests.bench import command, environment, rows, trace_file
 from tests.certificates import make_certificate, sign
@@ -103,6 +104,50 @@ def test_a_call_that_its_server_refuses_is_said_in_its_words_and_no_page_of_http
     assert "no decoupled model" in said
     other = {"kserve-grpc": "kserve-grpc-infer", "kserve-grpc-infer": "kserve-grpc"}[api]
     assert said.endswith(f"; it answers as --api {other} would at {server.url}")
+
+
+# What refuses -> the last words of the methods' names, and the model that is asked for
+REFUSES = {
+    "list": ("RepositoryIndex", ""),
+    "page": ("ModelMetadata", "x"),
+    "call": (("ModelInfer", "ModelStreamInfer"), "x"),
+}
+NAMES = {name for name, _ in GRPC_STATUS.values()}
+
+
+@BOTH
+@pytest.mark.parametrize("what", REFUSES)
+@pytest.mark.parametrize(
+    ("status", "right"),
+    [
+        (Status(13, "boom"), "its log says more"),  # UNKNOWN and DATA_LOSS are of the same HTTP status
+        (Status(13, ""), "its log says more"),
+        (Status(9, "not loaded yet"), ""),
+        (Status(8, "message larger than 4194304"), ""),  # and no rate that a key allows
+    ],
+)
+def test_a_refusal_is_said_by_its_own_name_in_the_servers_words_and_no_proxy_is_blamed(api, model, what, status, right):
+    good = serve(models=MODELS)
+    refusing, asked = REFUSES[what]
+
+    def answer(number, seen):
+        return [(0, status)] if seen.method.endswith(refusing) else good(number, seen)
+
+    with ScriptedGrpc(answer) as server:
+        said = mistake(target_of(server, api, asked and model))
+    assert {word for word in re.findall("[A-Z_]+", said) if word in NAMES} == {status.name}
+    assert not status.text or said.count(status.text) == 1
+    assert "it says: INTERNAL" not in said
+    assert right in said
+    assert [word for word in ("grpc-message", "\\x00", "\ufffd", "HTTP", "proxy", "key", "wait") if word in said] == []
+
+
+def test_a_page_that_is_no_call_is_named_by_the_status_of_the_same_meaning():
+    """Our own answer, whose page holds no code: of several that share a number all are said."""
+    target = target_of("http://127.0.0.1:1")
+    assert statuses.number(target, statuses.Said(404, [], b'{"error": "no call"}')) == "NOT_FOUND"
+    assert statuses.number(target, statuses.Said(500, [], b"")) == "UNKNOWN or INTERNAL or DATA_LOSS"
+    assert statuses.number(target, statuses.Said(502, [], b"")) == "another status"
 
 
 @BOTH

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from llm_bench import mistaken, pins, probe, probe_report, targets
+from llm_bench import mistaken, pins, probe, probe_report, statuses, targets
 from llm_bench.cli import app
 from llm_bench.dialect_http import EXAMPLE
 from llm_bench.dialects import DIALECTS
@@ -483,6 +483,46 @@ def test_a_key_of_another_kind_is_a_header_of_the_target():
     assert "it wants Basic and no key; give Authorization in [targets.t.headers] of targets.toml" in said
 
 
+@pytest.mark.parametrize(
+    ("lines", "schemes"),
+    [
+        (["Negotiate, NTLM"], ["Negotiate", "NTLM"]),
+        (['Basic realm="a, Bearer b", charset="UTF-8", Bearer realm="x", error=invalid_token'], ["Basic", "Bearer"]),
+        (['Basic realm="x"', "Bearer", "Basic"], ["Basic", "Bearer"]),
+        (["Basic dTpw=="], ["Basic"]),
+        (['Digest qop = "auth",nonce=abc,  opaque="\\", NTLM"'], ["Digest"]),
+        (["", ","], []),
+    ],
+)
+def test_the_ways_to_say_who_asks_are_all_read(lines, schemes):
+    head = [(b"www-authenticate", line.encode()) for line in lines]
+    assert statuses.schemes(statuses.Said(401, head, b"")) == schemes
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"WWW-Authenticate": 'Basic realm="x", Bearer realm="y"'},
+        {"WWW-Authenticate": 'Basic realm="x"', "www-authenticate": "Bearer"},
+    ],
+)
+def test_where_a_key_is_one_of_several_ways_it_is_what_is_asked_for(head):
+    with Scripted([(0, http_response(401, b"", head))]) as server:
+        said = refused(at(server, "openai-chat"))
+    assert "HTTP 401: it wants a key; name its variable with --key-env" in said
+    assert re.search("WWW-Authenticate: Basic.*, Bearer", said)
+
+
+@pytest.mark.parametrize(("name", "header"), [("openai-chat", "authorization"), ("anthropic-messages", "X-API-Key")])
+def test_a_key_in_the_targets_own_headers_that_is_refused_is_what_is_to_be_corrected(name, header):
+    refusal = http_response(401, b"", {"WWW-Authenticate": 'Basic realm="staff"'})
+    with Scripted([(0, refusal)]) as server:
+        said = refused(at(server, name, headers={header: "Basic c2VjcmV0"}))
+    assert f"HTTP 401: the {header} of its headers was refused; correct it in [targets.t.headers] of targets" in said
+    assert "it wants" not in said
+    assert "c2VjcmV0" not in said
+
+
 @pytest.mark.parametrize("name", ["openai-chat", "tgi", "anthropic-messages", "sglang"])
 def test_a_redirect_says_which_url_to_give(name):
     row = DIALECTS[name]
@@ -497,6 +537,19 @@ def test_a_redirect_says_which_url_to_give(name):
         assert "HTTP 308" in said
         assert "Location: https://other.example/" in said
         assert f"redirects are not followed: give https://other.example{base} as the URL" in said
+
+
+@pytest.mark.parametrize(
+    "to", ["https://login.example/?next={}", "https://login.example/#{}", "app://other.example{}", "https://me@other{}"]
+)
+def test_a_redirect_to_a_page_to_log_in_at_is_no_url_to_give(to):
+    def answer(number, seen):
+        return [(0, http_response(302, b"", {"Location": to.format(seen.path)}))]
+
+    with Scripted(answer) as server:
+        texts = [refused(at(server, "openai-chat")), refused(at(server, "openai-chat", model=MODEL))]
+    assert [said for said in texts if re.search(r"give (https?|app)://", said)] == []
+    assert "redirects are not followed; an openai-chat URL ends in /v1" in texts[1]
 
 
 def test_a_redirect_to_what_is_no_url_of_the_protocol_says_what_one_looks_like():
