@@ -82,8 +82,16 @@ def capacity(
     model_config: Annotated[
         Path | None, typer.Option(help="The model's file, e.g. config.json: its KV cache and weights.")
     ] = None,
-    accelerator: Annotated[str, typer.Option(help="A100, H100, H200, B200, L40S, L4, MI300X or MI325X.")] = "",
-    count: Annotated[int, typer.Option(help="Accelerators of one replica (tensor parallel), e.g. 4.")] = 1,
+    accelerator: Annotated[
+        str,
+        typer.Option(help="A100, H100, H200, B200, L40S, L4, MI300X or MI325X; default: as the run's targets declare."),
+    ] = "",
+    count: Annotated[
+        int,
+        typer.Option(
+            help="Accelerators of one replica (tensor parallel), e.g. 4; default: as the run's targets declare, else 1."
+        ),
+    ] = 1,
     memory_gib: Annotated[
         float | None, typer.Option(help="GiB of one accelerator, instead of the table's, e.g. 79.6.")
     ] = None,
@@ -114,7 +122,10 @@ def capacity(
     utilization: Annotated[
         float, typer.Option(help="Share of a ceiling, and of a closed loop's rate, that is planned with, e.g. 0.7.")
     ] = 0.7,
-    price: Annotated[str, typer.Option(help="Of one accelerator, e.g. 2.50/h or $2.50/h.")] = "",
+    price: Annotated[
+        str,
+        typer.Option(help="Of one accelerator, e.g. 2.50/h or $2.50/h; default: as the run's targets declare."),
+    ] = "",
     price_source: Annotated[
         str, typer.Option(help="Where the price is from and of when, e.g. 'list of 2026-01'; printed beside it.")
     ] = "",
@@ -169,12 +180,17 @@ def capacity(
 def _declared(context: typer.Context, runs: Sequence["Run"]) -> dict[str, Any]:
     """What the targets of the runs declare of their hardware, for the flags that are not given.
 
-    A target that declares nothing, or another one, leaves that flag as it is: one answer is of one kind of replica.
+    A target that declares nothing, or another one, leaves that flag as it is: one answer is of one kind of replica. So
+    does one of another accelerator than the one that is asked for: its number and its price are not of that one.
     """
     from llm_bench.accelerators import ACCELERATORS
 
     targets = [m.cell.header.get("target") or {} for run in runs for m in run.cells]
     found: dict[str, Any] = {}
+    typed = context.params["accelerator"].strip().upper()
+    kinds = {said.strip().upper() for target in targets if type(said := target.get("accelerator")) is str and said}
+    if (typed or context.params["memory_gib"] is not None) and kinds - {typed}:
+        return found
     for name, kind in (("accelerator", str), ("count", int), ("price", str)):
         values = {value if type(value := target.get(name)) is kind else None for target in targets}
         source = context.get_parameter_source(name)
@@ -191,6 +207,7 @@ def _declared(context: typer.Context, runs: Sequence["Run"]) -> dict[str, Any]:
 def _ask(params: Mapping[str, Any], agreed: Any, utilization: float) -> "Ask":
     from llm_bench.capacity import Prices
     from llm_bench.capacity_ask import Ask
+    from llm_bench.target import hourly_price
 
     prices, money = None, ""
     if params["telemetry_cost"] and not params["price"]:
@@ -379,14 +396,6 @@ def duration(text: str, option: str) -> float:
     if match is None or float(match["number"]) > 1e9:
         raise BenchError(f"{option} {text!r}: expected a time such as 250ms, 90s, 5m or 1h")
     return float(match["number"]) * _SECONDS[match["unit"]]
-
-
-def hourly_price(text: str, option: str) -> tuple[str, float]:
-    """(currency or "", amount an hour) of `2.50/h`, `$2.50/h`, `EUR 2.50/h`. Raises BenchError."""
-    match = re.fullmatch(r"(?P<money>[^\W\d_]{0,4}[$£¥€₹₩₿]?)\s*" + _NUMBER + r"\s*/\s*h(?:our)?", text.strip())
-    if match is None or float(match["number"]) > 1e9:
-        raise BenchError(f"{option} {text!r}: expected an amount an hour such as 2.50/h or $2.50/h")
-    return match["money"], float(match["number"])
 
 
 def growth_of(text: str) -> Any:

@@ -1,5 +1,6 @@
 """One server, as the user declares it, and the way to it: straight, or through a proxy that was asked for."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -8,7 +9,12 @@ import httpx
 
 from llm_bench import proxy
 from llm_bench.dialects import Dialect, spoken
+from llm_bench.errors import BenchError
 from llm_bench.proxy import Proxy
+
+_PRICE = re.compile(
+    r"(?P<money>[^\W\d_]{0,4}[$£¥€₹₩₿]?)\s*(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*/\s*h(?:our)?"
+)
 
 
 @dataclass(frozen=True)
@@ -97,3 +103,11 @@ def proxy_line(target: Target) -> str:
 def unused_proxy(url: str) -> str:
     """The environment's proxy variable that others would obey for this URL, "" for none. Its value may hold a key."""
     return proxy.variable(url)
+
+
+def hourly_price(text: str, where: str) -> tuple[str, float]:
+    """(currency or "", amount an hour) of `2.50/h`, `$2.50/h`, `EUR 2.50/h`. Raises BenchError, which names `where`."""
+    match = _PRICE.fullmatch(text.strip())
+    if match is None or float(match["number"]) > 1e9:
+        raise BenchError(f"{where} {text!r}: expected an amount an hour such as 2.50/h or $2.50/h")
+    return match["money"], float(match["number"])

@@ -33,6 +33,7 @@ from llm_bench.dialect_http import check as check_http
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.target import Target as Target
+from llm_bench.target import hourly_price
 from llm_bench.target import httpx_proxy as httpx_proxy
 from llm_bench.target import proxy_line as proxy_line
 from llm_bench.target import proxy_of as proxy_of
@@ -55,7 +56,6 @@ _PORTS = {"http": 80, "https": 443}
 _NAME = re.compile(r"[\w.:\[\]-]+", re.A)  # it becomes part of file names
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110 5.6.2
-_PRICE = re.compile(r"[^\d.]{0,6}(\d+\.?\d*|\.\d+)\s*/\s*h(our)?")  # as `capacity` reads it, of --price
 _VERSION = re.compile(r"/v\d+$")
 _OURS = {"content-length", "transfer-encoding", "connection", "host", "x-request-id"}  # headers that we must decide
 
@@ -178,8 +178,8 @@ def _check_fact(where: str, key: str, value: Any) -> None:
     least, most = {"max_model_len": (0, MAX_MODEL_LEN), "count": (1, MAX_COUNT)}.get(key, (0, 0))
     if most and not least <= int(value) <= most:
         raise BenchError(f"{where} {key} = {value}, expected {words}")
-    if key == "price" and value and not _PRICE.fullmatch(value):
-        raise BenchError(f"{where} price {value!r}: expected an amount an hour such as 2.50/h or $2.50/h")
+    if key == "price" and value:
+        hourly_price(value, f"{where} price")
     if key == "http":
         try:
             check_http(value)
@@ -207,9 +207,9 @@ def _checked(target: Target) -> Target:
         why = f"has a table {table}, which is of api http" if target.http else f"is worded by a table {table} alone"
         raise BenchError(f"{who}: api {target.api} {why}: body = '{{\"prompt\": {{{{prompt|tojson}}}}}}', text = ...")
     if not target.launch:
-        for url in target.urls:
-            _check_url(who, url)
-            _check_path(who, target.api, url)
+        for url in target.url.split("|"):
+            _check_url(who, url.strip())
+            _check_path(who, target.api, url.strip())
     for name, variable in (("key_env (--key-env)", target.key_env), ("management_key_env", target.management_key_env)):
         if variable and not _VARIABLE.fullmatch(variable):
             raise BenchError(f"{who}: {name} is the NAME of an environment variable, as VLLM_KEY; no key")
@@ -245,9 +245,10 @@ def _check_path(who: str, api: str, url: str) -> None:
     """Of a URL as documents show it, with the path that requests are sent to, which a protocol adds by itself.
 
     Of another protocol's path, and of the list of models, only behind the version: a gateway's own may be called so.
+    Who means it of the protocol's own path too ends it in a slash.
     """
     own = DIALECTS[api]
-    if not own.path or own.transport == "grpc":  # the whole address is right there, or no path at all
+    if not own.path or own.transport == "grpc" or url.endswith("/"):  # the whole address is right, or no path at all
         return
     others = {name: row for name, row in DIALECTS.items() if row.site.base and row.transport == own.transport}
     added = [(api, path, "") for path in (own.path, own.whole_path)]
@@ -255,10 +256,14 @@ def _check_path(who: str, api: str, url: str) -> None:
     added += [(api, own.site.models.partition(" ")[2], own.site.base)] if own.site.base else []
     for name, path, base in added:
         found = re.search(f"{re.escape(path).replace(re.escape('{model}'), '[^/]+')}$", url) if path else None
-        if found and url[: found.start()].endswith(base):
-            right = f'url = "{url[: found.start()]}"' + ("" if name == api else f', api = "{name}"')
+        before = url[: found.start()] if found else ""
+        if found and before.endswith(base):
+            right = f'url = "{before}"' + ("" if name == api else f', api = "{name}"')
             model = ", the model in `model`" if "{model}" in path else ""
-            raise BenchError(f"{who}: {found[0]} is what api {name} adds to a URL by itself; right: {right}{model}")
+            meant = "" if _VERSION.search(before) else "; a gateway's own path of that name ends in /"
+            raise BenchError(
+                f"{who}: {found[0]} is what api {name} adds to a URL by itself; right: {right}{model}{meant}"
+            )
 
 
 def _check_url(who: str, url: str) -> None:

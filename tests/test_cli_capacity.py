@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from llm_bench import cli_capacity
-from llm_bench.cli_capacity import LIMITS, capacity, duration, growth_of, hourly_price, read_config
+from llm_bench.cli_capacity import LIMITS, capacity, duration, growth_of, read_config
 from llm_bench.errors import BenchError
+from llm_bench.target import hourly_price
 from tests.test_carried import sweep
 from tests.test_kv_cache import LLAMA3_8B
 
@@ -263,3 +264,20 @@ def test_what_targets_declare_differently_or_not_at_all_is_left_to_the_flags(tmp
         assert "$" not in shown(run, *asked)
     run = declaring(tmp_path / "unknown", [{"accelerator": "RTX 9", "count": 0}])
     assert shown(run, *asked) == shown(declaring(tmp_path / "unknown2", [{}]), *asked).replace("unknown2", "unknown")
+
+
+def test_of_other_hardware_than_is_asked_for_nothing_declared_is_taken(tmp_path, model):
+    declared = [{"accelerator": "H100", "count": 8, "price": "$2.50/h"}]
+    run, bare = declaring(tmp_path / "run", declared), declaring(tmp_path / "bare", [{}])
+    asked = ("--slo", "ttft_p95<100ms", "--target-rate", 100, "--model-config", model)
+    for other in (("--accelerator", "L4"), ("--memory-gib", 24)):
+        assert shown(run, *asked, *other) == shown(bare, *asked, *other).replace("bare", "run")
+    same = shown(run, *asked, "--accelerator", "h100", "--memory-gib", 79.6)  # its own, as its driver reports it
+    assert "8 x 79.6 GiB" in same
+    assert "8 x 2.5/h" in same
+    apart = declaring(
+        tmp_path / "apart", [{"accelerator": "H100", "price": "$2/h"}, {"accelerator": "L4", "price": "$2/h"}]
+    )
+    assert "$" not in shown(apart, *asked, "--accelerator", "L4")
+    unnamed = declaring(tmp_path / "unnamed", [{"count": 8, "price": "$2.50/h"}])  # the kind is what was left out
+    assert "8 x 2.5/h" in shown(unnamed, *asked, "--accelerator", "L4")

@@ -9,6 +9,7 @@ from llm_bench.dialects import DIALECTS
 from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import Timeouts
 from llm_bench.request import Request
+from llm_bench.target import hourly_price
 from llm_bench.targets import Target
 from tests.bench import good, llm_server
 from tests.scripted import END, SSE_HEAD, Scripted, http_response, sse, token, unused_port
@@ -65,6 +66,8 @@ def test_a_file_declares_targets_and_a_flag_wins_over_it(tmp_path):
         ("[targets.v]\nurl = 'http://h/v1'\ncount = 0\n", "count = 0, expected a whole number, 1 to 4096"),
         ("[targets.v]\nurl = 'http://h/v1'\nprice = 2.5\n", "price is of type float, expected a text"),
         ("[targets.v]\nurl = 'http://h/v1'\nprice = '2.5'\n", "price '2.5': expected an amount an hour such as 2.50/h"),
+        ("[targets.v]\nurl = 'http://h/v1'\nprice = '-2.5/h'\n", "price '-2.5/h': expected an amount an hour"),
+        ("[targets.v]\nurl = 'http://h/v1'\nprice = '!!!2/h'\n", "price '!!!2/h': expected an amount an hour"),
         ("[targets.v]\nurl = 'ftp://h'\n", "is no URL"),
         ("[targets.v]\nmodel = 'm'\n", "target v: it has no url; right: url = "),
         ("[targets.v]\nurl = 'http://h/v1'\nkey_env = 'NOT_SET_ANYWHERE'\n", "NOT_SET_ANYWHERE"),
@@ -89,6 +92,14 @@ def test_a_wrong_file_is_refused_with_what_would_be_right(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(BenchError, match=said):
         targets.parse("v", file, {})
+
+
+@pytest.mark.parametrize("price", ["2.50/h", " $1e3/h ", "EUR .5 / hour", "US$2/h"])
+def test_a_price_is_read_as_capacity_reads_it(tmp_path, price):
+    file = tmp_path / "targets.toml"
+    file.write_text(f'[targets.v]\nurl = "http://h/v1"\nprice = "{price}"\n')
+    (found,) = targets.parse("v", file, {})
+    assert hourly_price(found.price, "--price")[1] > 0
 
 
 def test_a_key_in_the_url_is_refused_and_not_repeated():
@@ -127,7 +138,7 @@ def test_a_url_with_the_path_that_its_protocol_adds_is_told_the_right_one(name):
     row = DIALECTS[name]
     for path in filter(None, (row.path_of("m", True), row.path_of("m", False))):
         base = f"http://host:9{row.site.base}"
-        for url in (base + path, f"http://host:1|{base}{path}/"):
+        for url in (base + path, f"http://host:1|{base}{path}"):
             with pytest.raises(BenchError) as caught:
                 targets.parse(f"t={url}", NONE, {"api": name})
             right = f'{path} is what api {name} adds to a URL by itself; right: url = "{base}"'
@@ -145,6 +156,18 @@ def test_a_url_with_the_path_of_another_protocol_is_told_which():
     for fine in ("http://h/models", "http://h/messages", "http://h/generate"):  # a gateway's own, maybe
         assert targets.parse(f"t={fine}", NONE, {})[0].url == fine
     assert targets.parse("t=http://h/generate", NONE, {"api": "ray-serve"})[0].url == "http://h/generate"
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("tei-rerank", "/rerank"), ("tgi", "/generate_stream"), ("sglang", "/generate")]
+)
+def test_a_gateways_own_path_that_is_called_as_the_protocols_is_said_by_a_slash(name, path):
+    with pytest.raises(BenchError, match=r'url = "http://gw"; a gateway\'s own path of that name ends in /$'):
+        targets.parse(f"t=http://gw{path}", NONE, {"api": name})
+    (found,) = targets.parse(f"t=http://gw{path}/|http://gw2{path}/", NONE, {"api": name})
+    assert found.urls == [f"http://gw{path}", f"http://gw2{path}"]
+    with pytest.raises(BenchError, match="adds to a URL by itself"):  # each by itself
+        targets.parse(f"t=http://gw{path}/|http://gw2{path}", NONE, {"api": name})
 
 
 def test_a_query_is_refused_with_what_to_do_instead():
