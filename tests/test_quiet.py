@@ -1,8 +1,10 @@
 """A test that is tried again where the machine held it up, and only there."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -46,3 +48,31 @@ def test_a_process_that_was_stopped_is_tried_again() -> None:
     calls: list[int] = []
     undisturbed(failing)(1, calls, STOP)
     assert calls == [0, 1]
+
+
+@pytest.mark.parametrize(("waits_s", "disturbed"), [([30.0] * 1000, False), ([0.0, 0.0, 90.0, 0.0], True)])
+def test_many_short_waits_for_a_cpu_are_no_disturbance_and_a_long_one_is(
+    monkeypatch: pytest.MonkeyPatch, waits_s: list[float], disturbed: bool
+) -> None:
+    """On another scale of time, so that what this machine does meanwhile is neither."""
+    left, waited_ns = iter(waits_s), [0.0]
+
+    def waited(thread: int) -> int:
+        assert thread == threading.main_thread().native_id
+        waited_ns[0] += next(left, 0.0) * 1e9
+        return int(waited_ns[0])
+
+    monkeypatch.setattr(quiet, "HELD_S", 60.0)
+    monkeypatch.setattr(quiet, "_waited_ns", waited)
+    calls: list[int] = []
+    with contextlib.nullcontext() if disturbed else pytest.raises(AssertionError):
+        undisturbed(failing)(1, calls, "sleep 0.1")
+    assert calls == ([0, 1] if disturbed else [0])
+    assert waited_ns[0] > 60e9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="schedstat is Linux's")
+def test_what_a_thread_has_waited_for_a_cpu_only_grows() -> None:
+    looks = [quiet._waited_ns(threading.get_native_id()) for _ in range(100)]
+    assert looks == sorted(looks)
+    assert looks[0] > 0
