@@ -246,6 +246,9 @@ def deaf() -> Iterator[str]:
                 filler.close()
 
 
+_held: list[socket.socket] = []
+
+
 def unused_port() -> int:
     """A port of 127.0.0.1 on which nobody listens, nor will: it stays bound while this process lives.
 
@@ -255,5 +258,5 @@ def unused_port() -> int:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     probe.bind(("127.0.0.1", 0))
     port = int(probe.getsockname()[1])
-    probe.detach()
+    _held.append(probe)
     return port

@@ -25,6 +25,7 @@ from llm_bench.connection import Connection
 from llm_bench.exchange import CLOSED, COMPLETE, TRUNCATED, Exchange, Timeouts
 from llm_bench.wire import Wire
 from tests.certificates import make_certificate
+from tests.quiet import undisturbed
 from tests.scripted import END, SSE_HEAD, Scripted, sse, token
 
 linux = pytest.mark.skipif(not arrivals.AVAILABLE, reason="kernel stamps of TCP are Linux's")
@@ -359,6 +360,7 @@ async def rounds(answer_ns: int, count: int, since_ns: int = 0, data: bytes = b"
 
 @linux
 @pytest.mark.parametrize("run", RUNS)
+@undisturbed
 def test_a_busy_loop_rests_between_rounds_and_one_with_short_answers_does_not(run: Run) -> None:
     looks = run(rounds(2_000_000_000, 60))  # two seconds an answer: the longest rest
     begun = COUNTED // 8 + 1
@@ -369,6 +371,7 @@ def test_a_busy_loop_rests_between_rounds_and_one_with_short_answers_does_not(ru
 
 @linux
 @pytest.mark.parametrize("run", RUNS)
+@undisturbed
 def test_a_sender_that_waits_for_room_is_not_kept_waiting(run: Run) -> None:
     looks = run(rounds(2_000_000_000, 2000, data=bytes(MUCH_BYTES)))
     assert min(b - a for a, b in pairwise(looks[COUNTED:])) < SHORTEST_REST_NS
@@ -409,6 +412,7 @@ def test_looks_that_take_longer_than_a_rest_leave_the_loop_its_turns(run: Run) -
 
 @linux
 @pytest.mark.parametrize("run", RUNS)
+@undisturbed
 def test_before_the_first_answers_end_they_are_as_long_as_this_has_taken(run: Run) -> None:
     looks = run(rounds(0, 60, since_ns=2_000_000_000))
     assert looks[-1] - looks[COUNTED // 8 + 1] >= (57 - COUNTED // 8) * LONGEST_REST_NS

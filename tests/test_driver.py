@@ -606,7 +606,7 @@ def test_stop_sends_nothing_more_and_cuts_at_once(loop: Loop) -> None:
     plan = Rows([i * 20 * MS for i in range(500)])
     begun = now_ns()
     got = drive(loop, plan, service_ms=lambda row: 10 if row < 3 else 60_000, stop_after_s=0.15)
-    assert (now_ns() - begun) / 1e9 < 30
+    assert (now_ns() - begun) / 1e9 < 1
     assert got.drive.reason == "interrupted"
     assert got.drive.cut == sum(got.exchange(f.index).ended == CUT for f in got.flights) >= 1
     assert len(got.flights) == len(got.target.sent) < 20
@@ -781,7 +781,7 @@ def test_the_drain_of_a_shared_closed_loop_begins_when_the_last_conversation_is_
     got = drive(closed_loop, Rows([-1] * 9), service_ms=lambda row: 60_000 if row else 5, slots=slots, drain_s=0.2)
     assert got.exchange(0).ended == COMPLETE
     assert got.exchange(1).ended == CUT
-    assert 0.5 <= (now_ns() - begun) / 1e9 < 30
+    assert 0.5 <= (now_ns() - begun) / 1e9 < 1.0
     assert got.drive.reason == "exhausted"
 
 

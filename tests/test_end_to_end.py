@@ -4,12 +4,15 @@ import json
 import signal
 import subprocess
 import time
+from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import pytest
 
 from llm_bench import records
 from tests.bench import bench, command, environment, good, llm_server, prompt_of, rows, trace_file
+from tests.quiet import undisturbed
 from tests.scripted import END, FINISH, SSE_HEAD, Scripted, http_response, sse, token, usage
 
 LATE_MS = 200.0  # how much later than scripted a median may be on a loaded machine; never earlier
@@ -157,7 +160,9 @@ def test_a_rejected_request_is_a_failure_unless_retries_are_asked_for(tmp_path):
     assert (cell["attempts"] == 1).all()
 
 
+@undisturbed
 def test_with_retries_first_attempts_stay_visible_and_latency_runs_from_the_first(tmp_path):
+    tmp_path = Path(mkdtemp(dir=tmp_path))  # of this try
     with Scripted(llm_server(_rejecting())) as server:
         trace = trace_file(tmp_path, rows(10))
         ran = bench(server.url, tmp_path, trace, "--concurrency", "1", "--warmup", "0", "--retries", "1")
@@ -172,7 +177,7 @@ def test_with_retries_first_attempts_stay_visible_and_latency_runs_from_the_firs
     assert (ttft_ms[waited] >= 500).all()
     assert (cell["retry_wait_ns"][~waited] == 0).all()
     waits_s = np.sort(cell["retry_wait_ns"][waited] / 1e9)
-    assert 0.5 <= waits_s[0] < 1.0 <= waits_s[4]  # 429 said 1 s; 503 said nothing
+    assert 0.5 <= waits_s[0] <= waits_s[3] < 1.0 <= waits_s[4]  # two 429 said 1 s; four 503 said nothing
     assert "retries" in {d["kind"] for d in ran.cell()["doubts"]}
 
 
@@ -192,13 +197,15 @@ def test_time_outs_have_names_and_the_limits_are_printed(tmp_path):
     assert all(2500 <= ms < 5000 for ms in took_ms[cell["error_kind"] == "ttft_timeout"])
 
 
+@undisturbed
 def test_no_more_than_n_are_in_flight_and_no_fewer(tmp_path):
+    tmp_path = Path(mkdtemp(dir=tmp_path))  # of this try
     with Scripted(llm_server(lambda n, seen: good(seen, 250))) as server:
         metrics = "in_flight,concurrency_effective"
         ran = bench(server.url, tmp_path, trace_file(tmp_path, rows(400)), "--concurrency", "45", "--metrics", metrics)
         assert server.peak == 45
     assert ran.cell()["end"]["peak_in_flight"] == 45
-    assert 30 < ran.value("in_flight") < 45.05  # between an answer's end and the next request none is in flight
+    assert 40 < ran.value("in_flight") < 45.05  # between an answer's end and the next request none is in flight
     assert ran.value("concurrency_effective") == pytest.approx(45, rel=0.15)
 
 

@@ -143,14 +143,13 @@ def test_who_reads_nothing_is_cut_off() -> None:
 
     async def main() -> None:
         async with serving(IMPATIENT) as served:
-            sock = socket.socket()
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", served.port))
-            body = json.dumps({"prompt": [1] * 10, "max_tokens": 700, "n": 64, "stream": True}).encode()
-            sock.sendall(HEAD % len(body) + body)
-            await until(lambda: served.log)
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.connect(("127.0.0.1", served.port))
+                body = json.dumps({"prompt": [1] * 10, "max_tokens": 700, "n": 64, "stream": True}).encode()
+                sock.sendall(HEAD % len(body) + body)
+                await until(lambda: served.log)
             assert served.log[0]["outcome"] == "abort"
-            sock.close()
 
     asyncio.run(main())
 

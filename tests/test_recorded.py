@@ -210,7 +210,7 @@ def test_what_the_client_took_itself_is_recorded(tmp_path):
         ran = bench(server.url, tmp_path, trace_file(tmp_path, rows(30)), "--concurrency", "1")
     end = ran.cell()["end"]
     assert 0 < end["client_cpu_share"] < 1
-    assert 0 < end["loop_lag_p99_ms"] < 5000
+    assert 0 < end["loop_lag_p99_ms"] < 5000  # a bound of its unit, not of a quiet machine
 
 
 def test_a_key_that_the_server_repeats_is_stored_and_printed_nowhere(tmp_path):

@@ -173,12 +173,11 @@ def test_a_gauge_that_is_no_number_for_a_while_says_nothing_then_and_may_go(tmp_
         return [(0, http_response(200, lines + b"\n" + others + b"\n"))]
 
     path = tmp_path / "x.scrape.jsonl"
-    with Scripted(page) as server:
-        context = beside(target(server.url), Asked(AUTO, 0.1), path, print)
-        context.__enter__()
+    with Scripted(page) as server, beside(target(server.url), Asked(AUTO, 0.1), path, print):
+        until_s = time.monotonic() + 60
         while len(path.read_bytes().splitlines()) < 12:  # two lines a round, one of the host
+            assert time.monotonic() < until_s, "waited in vain"
             time.sleep(0.05)
-        context.__exit__(None, None, None)
     points = [p.values for p in read(path).sources[0].points]
     waiting = [p.get("vllm:num_requests_waiting") for p in points]
     assert [None if v is None or v != v else v for v in waiting[:5]] == [None, 1.0, None, 3.0, None]
