@@ -95,7 +95,7 @@ class Arrivals:
         self._looked_ns = 0
         self._begun_ns = self._counted_ns = now_ns()
         self._count = 0  # of reads since then
-        self._found, self._much = 0, False  # of the last look: how many could be read, was a read a large one
+        self._found, self._much = 0, False  # of the last reading: how many could be read, was one of them large
         self._busy = self._resting = False
         self._loop.add_reader(self._epoll.fileno(), self.look)
 

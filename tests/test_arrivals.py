@@ -245,8 +245,8 @@ def test_an_answer_given_before_the_request_was_read_is_read_where_the_write_fai
 @pytest.mark.parametrize(
     ("how", "limits", "ended", "error"),
     [
-        ("reset", Timeouts(ttft_s=0.4, stall_s=60.0), TRUNCATED, "ConnectionResetError"),
-        ("close", Timeouts(total_s=0.4), CLOSED, ""),
+        ("reset", Timeouts(ttft_s=2.0, stall_s=60.0), TRUNCATED, "ConnectionResetError"),
+        ("close", Timeouts(total_s=2.0), CLOSED, ""),
     ],
 )
 def test_an_end_that_is_found_where_a_limit_is_looked_at_is_what_it_was(
