@@ -5,6 +5,7 @@ import json
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from llm_bench.server_metrics import Figure, Figures
 from llm_bench.server_names import METRICS_OF
 from reference_engine.config import EngineConfig
 from tests.bench import command, environment, rows, trace_file
+from tests.quiet import undisturbed
 from tests.sample import START_NS, cell, closed_loop, header, ns, record, stood_still
 from tests.simulated import poisson, served
 
@@ -827,7 +829,9 @@ def ours(found: Diagnosis) -> set[str]:
 
 
 @pytest.mark.engine
+@undisturbed
 def test_a_healthy_engine_has_none_and_its_account_adds_up(tmp_path: Path) -> None:
+    tmp_path = Path(mkdtemp(dir=tmp_path))  # of this try
     measured, out = run(tmp_path, "--model sim:7b-h100", rows(60, 24, 16), 4)
     found = found_in(measured)
     assert ours(found) == set()
@@ -851,14 +855,18 @@ def test_a_healthy_engine_has_none_and_its_account_adds_up(tmp_path: Path) -> No
 
 
 @pytest.mark.engine
+@undisturbed
 def test_a_small_batch_limit_is_named(tmp_path: Path) -> None:
+    tmp_path = Path(mkdtemp(dir=tmp_path))  # of this try
     found = found_in(run(tmp_path, "--model sim:fast --max-num-seqs 2", rows(80, 16, 16), 8)[0])
     assert ours(found) == {"small batches"}
     assert "never more than 2 ran" in found.findings["small batches"].seen
 
 
 @pytest.mark.engine
+@undisturbed
 def test_a_small_kv_memory_is_named_by_its_preemptions(tmp_path: Path) -> None:
+    tmp_path = Path(mkdtemp(dir=tmp_path))  # of this try
     # 480 tokens, where eight spread evenly over their lives hold 528: with 768 it hung on how the wave fell together.
     found = found_in(run(tmp_path, "--model sim:fast --num-blocks 30", rows(64, 4, 128), 8)[0])
     assert "preemption storm" in ours(found)
@@ -866,7 +874,9 @@ def test_a_small_kv_memory_is_named_by_its_preemptions(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@undisturbed
 def test_long_prompts_computed_in_one_step_are_named(tmp_path: Path) -> None:
+    tmp_path = Path(mkdtemp(dir=tmp_path))  # of this try
     # 12,000 tokens take some hundred ms: with 2,000 a stop was hardly longer than gaps on a machine with other work.
     mixed = [row for k in range(36) for row in rows(1, 12_000 if k % 8 == 7 else 40, 24)]
     engine = "--model sim:7b-h100 --no-chunked-prefill --max-num-batched-tokens 16384"

@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from llm_bench.diagnose_replicas import needs_replicas, of_urls, text
 from llm_bench.evidence import Case
 from llm_bench.records import Record
 from tests.bench import command, environment, rows, trace_file
+from tests.quiet import undisturbed
 from tests.sample import cell, record
 from tests.test_null_target import null_target
 
@@ -111,7 +113,9 @@ def test_equal_replicas_that_queue_apart_are_not_named(seed: int) -> None:
     assert found([made[i] for i in range(400)]) is None
 
 
+@undisturbed
 def test_two_processes_of_which_one_is_slow(tmp_path: Path) -> None:
+    tmp_path = Path(mkdtemp(dir=tmp_path))  # of this try
     trace = trace_file(tmp_path, rows(240, tokens_out=3))
     with null_target("--ttft-ms", "5") as quick, null_target("--ttft-ms", "40") as slow:
         asked = command("run", "--targets", f"t={quick}|{slow}", "--trace", trace, "--out", tmp_path / "run")
