@@ -342,9 +342,9 @@ def test_selfcheck_compares_with_the_servers_own_stamps():
     assert (few.ok, few.failed, fast.ok, fast.failed) == (12, 0, 40, 0)
     assert few.ttft_error_ms is not None
     assert few.gap_error_ms is not None
-    # After the server's write; the upper bounds are of the unit alone, whatever else this machine does.
-    assert 0 < few.ttft_error_ms[0] < 250
-    assert 0 <= few.gap_error_ms[0] < 250
+    # After the server's write, by the kernel's stamps: how busy this machine is adds little to a median.
+    assert 0 < few.ttft_error_ms[0] < 25
+    assert 0 <= few.gap_error_ms[0] < 25
     assert fast.ttft_error_ms is None  # all at once: there is no time to compare
     assert fast.lag_ms[0] >= 0
     assert few.cpu_per_1k_events_s > 0
