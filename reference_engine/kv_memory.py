@@ -4,6 +4,7 @@ Free is counted with the weights loaded and after a step of the full token budge
 said of GPUs here follows torch's documentation and is untried on one.
 """
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,7 +92,8 @@ def resize(runner: ModelRunner, config: EngineConfig) -> None:
 def workspace_bytes(config: EngineConfig, runner: ModelRunner) -> int:
     """What the largest step takes beside weights and pool, measured by taking one: all seats, the whole budget.
 
-    On a CPU from the process's own peak (Linux), elsewhere 0.
+    On a CPU from the process's own peak (Linux), elsewhere 0; what the kernel takes back from the process meanwhile is
+    missing from it.
     """
     import torch
 
@@ -109,6 +111,7 @@ def workspace_bytes(config: EngineConfig, runner: ModelRunner) -> int:
         before = torch.cuda.memory_allocated()
         runner.execute(work)
         return torch.cuda.max_memory_allocated() - before
+    gc.collect()  # what is collected during the step would be taken off what the step takes
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man proc_pid_clear_refs)
         before = _of_process("VmRSS")
