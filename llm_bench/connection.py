@@ -240,7 +240,7 @@ class Connection(asyncio.Protocol):
         if new:
             pieces[before:] = [new[0] if len(new) == 1 else b"".join(new)]
             exchange.read_ns.append(now)
-        if self._look is not None:
+        if self._look is not None and not self._response.complete:  # else no limit asks any more for the first token
             self._look(new, now)
 
     def end(self, ended: str, error: str = "", at_ns: int = 0) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from llm_bench.http1 import Events, Response, Sse, event_in, events, is_event_stream
+from llm_bench.http1 import Events, Response, Sse, event_in, events, is_event_stream, one_line_events
 
 
 class ChunkedResponse(Response):
@@ -35,7 +35,6 @@ class ChunkedResponse(Response):
         self.on_body = self._pieces.append  # `take` holds this object
 
 
-_AROUND = len(b"data: \n\n")  # the data of an event of one line
 _ERROR_LINE = re.compile(rb"(?:^|[\r\n])error: *([^\r\n]+)")
 
 
@@ -46,10 +45,9 @@ def server_sent(read_ns: Sequence[int], pieces: Sequence[bytes], ends: Sequence[
     (https://github.com/ggml-org/llama.cpp/pull/16109). They come last, under the name that makes an event an error:
     the stream has failed wherever such a line stands.
     """
-    found = events(read_ns, pieces, ends)
-    if sum(map(len, found.data)) + _AROUND * len(found.data) == sum(map(len, pieces)):
-        return found  # nothing but lines of data, as in nearly every stream: to look through them all takes far longer
-    body = b"".join(pieces)
+    if (found := one_line_events(read_ns, pieces)) is not None:  # as nearly every stream
+        return found
+    found, body = events(read_ns, pieces, ends), b"".join(pieces)
     for said in _ERROR_LINE.findall(body):
         found.names[len(found.data)] = "error"
         found.data.append(b'{"error": %b}' % said if said[:1] == b"{" and said[:8] != b'{"error"' else said)
