@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz lint types docs size env clean test-engines test-pages
+.PHONY: demo test test-again fuzz lint types docs size env clean test-engines test-pages
 .PHONY: bench-engines bench-recovery test-ray bench-engine gpu samples lessons bench bench-instrument bench-hotpath bench-report bench-stats bench-self bench-client bench-rivals-install
 
 env: .venv/.engine .venv/.dev
@@ -31,6 +31,9 @@ demo: .venv/.engine        ## the main job on the embedded engine, and its repor
 
 test: .venv/.dev           ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-again:                ## the few tests that failed, once more and alone
+	$(BIN)/python -m tests.again
 
 fuzz: .venv/.dev           ## the properties with new examples each time, ten times as many
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -m 'not llamacpp'
