@@ -162,6 +162,8 @@ def _notes(cell: Cell, window: Window, scraped: Figures | None) -> list[str]:
     """Of which requests the histograms are."""
     assert scraped is not None
     notes = [f"histograms: {scraped.edges()}, of the requests that ended between them"]
+    if scraped.apart:
+        return notes  # how many of ours ended at each replica meanwhile is not known
     ended = cell["end_ns"][outcome_in(cell, "ok")]
     mine = int(((ended >= scraped.start_ns) & (ended < scraped.end_ns)).sum())
     figure = next((scraped.of[m] for m in ("queue_time", "decode_time", "server_ttft") if m in scraped.of), None)

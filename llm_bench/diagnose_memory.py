@@ -21,7 +21,8 @@ def kv_binds(case: Case) -> bool:
     kv, most, running = case.said("kv_usage"), case.most("kv_usage"), case.said("running")
     if kv is None or most is None:
         return False
-    return kv >= KV_FULL or bool(running and most + kv / running > 1.0)
+    replicas = max(len(case.replicas), 1)  # a share of each one's memory, by its part of what runs
+    return kv >= KV_FULL or bool(running and most + kv * replicas / running > 1.0)
 
 
 def kv_full(case: Case) -> Finding | None:

@@ -9,6 +9,7 @@ import numpy as np
 from llm_bench import printable, stats
 from llm_bench.evidence import Case, Finding, Sure
 from llm_bench.series import NOTHING, SERIES, due_in, outcome_in
+from llm_bench.server_names import METRICS_OF
 
 HOT = 1.5  # times the mean replica's tokens
 SLOW = 1.3  # times the others' median
@@ -110,7 +111,9 @@ def hot_by_metrics(case: Case) -> Finding | None:
     metric = _told(case)
     if metric is None or len(case.replicas) < 2:
         return None
-    of = {url: f.value(metric) or 0.0 for url, f in case.replicas.items()}
+    # A replica that was scraped for longer has not more work: counters are compared by the second.
+    counter = METRICS_OF[metric].kind == "counter"
+    of = {url: (f.rate(metric) if counter else f.value(metric)) or 0.0 for url, f in case.replicas.items()}
     mean = sum(of.values()) / len(of)
     url, most = max(of.items(), key=lambda item: item[1])
     if not mean or most < HOT * mean:

@@ -85,6 +85,9 @@ def _server(m: Measured) -> Figures | None:
 def _row(m: Measured, server: Figures) -> tuple[tuple[str | float | None, ...], list[str]]:
     usage, pool, size = (server.value(name) for name in ("kv_usage", "kv_pool", "kv_block"))
     assert usage is not None
+    if server.apart:
+        why = f"{server.edges()}: the records of one time are no measure of them"
+        return (m.load, float(server.scrapes), None, f"{usage:.2%}", pool, usage * pool if pool else None, "–"), [why]
     span = replace(m.window, start_ns=server.start_ns, end_ns=server.end_ns)
     held = carried.resident(m.cell, span, round(size or BLOCK))
     gauge = usage * pool if pool else None

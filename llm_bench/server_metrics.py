@@ -16,6 +16,7 @@ from llm_bench.printable import counted
 from llm_bench.server_names import CONFIGS, METRICS_OF, WANTED
 
 FELL = "the server was started anew, or several answer at this URL"  # of a counter, which never falls by itself
+APART = 1.5  # scrape intervals, by which two replicas' spans may begin or end apart and still be of one time
 LEAST_COVERED = 2 / 3  # of a window, by the scrapes inside it; below that those around it are taken
 
 
@@ -48,7 +49,7 @@ class Figure(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What was scraped of one URL between `start_ns` and `end_ns`."""
+    """What was scraped of one URL between `start_ns` and `end_ns`; of several, from the first start to the last end."""
 
     of: Mapping[str, Figure]
     start_ns: int
@@ -56,23 +57,40 @@ class Figures(NamedTuple):
     scrapes: int  # from the one to the other, both counted
     inside: bool  # neither begins before the window nor ends after it
     part: bool = False  # begins before it or ends after it, and not both: of some of it and of some time beside it
+    each: tuple["Figures", ...] = ()  # of several replicas: those of each, over its own span
 
     @property
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
+
+    @property
+    def apart(self) -> bool:
+        """Do the replicas' spans begin or end farther apart than a scrape that just missed an edge explains?"""
+        if not self.each:
+            return False
+        every_ns = min((f.end_ns - f.start_ns) / max(f.scrapes - 1, 1) for f in self.each)
+        starts, ends = [f.start_ns for f in self.each], [f.end_ns for f in self.each]
+        return max(max(starts) - min(starts), max(ends) - min(ends)) > APART * every_ns
 
     def value(self, metric: str) -> float | None:
         found = self.of.get(metric)
         return None if found is None else found.value
 
     def rate(self, metric: str) -> float | None:
-        """A counter's increase a second."""
+        """A counter's increase a second; of several replicas each over its own span, added up."""
         found = self.value(metric)
-        return None if found is None else found / self.seconds
+        if found is None:
+            return None
+        return sum(f.rate(metric) or 0.0 for f in self.each) if self.each else found / self.seconds
 
     def edges(self) -> str:
         """Which part of a window the figures are of, in words."""
         where = "of a part of" if self.part else "within" if self.inside else "around"
+        if self.apart:
+            spans = sorted(f.seconds for f in self.each)
+            return (
+                f"replicas scraped over {spans[0]:.1f} to {spans[-1]:.1f} s, not at the same times, {where} the window"
+            )
         return f"{self.scrapes} scrapes over {self.seconds:.1f} s {where} the window"
 
 
@@ -267,7 +285,10 @@ def bracket(figure: Figure, q: float) -> tuple[float, float] | None:
 
 
 def total(parts: Iterable[Figures]) -> Figures | None:
-    """Several replicas as one: counters, observations and requests add up, shares are averaged; None of none."""
+    """Several replicas as one: counters, observations and requests add up, shares are averaged; None of none.
+
+    The least and the most of what adds up are bounds: not all replicas need have had theirs at one moment.
+    """
     parts = list(parts)
     if len(parts) < 2:
         return parts[0] if parts else None
@@ -283,6 +304,7 @@ def total(parts: Iterable[Figures]) -> Figures | None:
         min(p.scrapes for p in parts),
         all(p.inside for p in parts),
         any(p.part for p in parts),
+        tuple(parts),
     )
 
 
@@ -293,11 +315,12 @@ def _sum(mine: Sequence[Figure]) -> Figure:
     if kind == "counter":
         return first._replace(value=sum(f.value or 0.0 for f in mine), resets=resets)
     if kind == "gauge":
-        by = len(said) if METRICS_OF[first.metric].over == "mean" else 1
+        shares = METRICS_OF[first.metric].over == "mean"
+        least, most = ([m for m in of if m is not None] for of in ([f.least for f in said], [f.most for f in said]))
         return first._replace(
-            value=sum(f.value or 0.0 for f in said) / by,
-            least=min(f.least for f in said if f.least is not None),
-            most=max(f.most for f in said if f.most is not None),
+            value=sum(f.value or 0.0 for f in said) / (len(said) if shares else 1),
+            least=min(least) if shares else sum(least),
+            most=max(most) if shares else sum(most),
         )
     observed = sum(f.observed for f in mine)
     value = sum((f.value or 0.0) * f.observed for f in said) / observed if observed else None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from llm_bench import windows
 from llm_bench.columns import Cell
 from llm_bench.decompose import Decomposition, Part, decompose, pooled
-from llm_bench.server_metrics import Figure, Figures
+from llm_bench.server_metrics import Figure, Figures, total
 from tests.sample import START_NS, cell, header, record
 
 SAID = {"server_queue_ms": 20.0, "server_prefill_ms": 25.0, "server_decode_ms": 40.0}
@@ -62,6 +62,16 @@ def test_histograms_stand_in_and_say_of_which_requests_they_are() -> None:
 def test_histograms_of_other_peoples_requests_too_are_a_note() -> None:
     found = parts(requests(), scraped(90, queue_time=20.0, prefill_time=25.0, decode_time=40.0))
     assert "counted 90 requests where this client had 40 end" in found.notes[1]
+
+
+def test_of_replicas_scraped_at_other_times_it_is_not_said_how_many_requests_were_ours() -> None:
+    a = scraped(10, queue_time=20.0, prefill_time=25.0, decode_time=40.0)
+    b = a._replace(end_ns=START_NS + 1_000_000_000, scrapes=2)
+    found = parts(requests(), total([a, b]))
+    assert found.notes == [
+        "histograms: replicas scraped over 1.0 to 5.0 s, not at the same times, within the window, "
+        "of the requests that ended between them"
+    ]
 
 
 def test_without_any_account_only_the_clients_own_stamps_are_parts() -> None:

@@ -635,6 +635,44 @@ def test_replicas_whose_counters_fell_are_compared_by_what_runs() -> None:
     assert list(diagnose(hot).findings) == ["hot replica"]
 
 
+def for_seconds(seconds: int, **values: float) -> Figures:
+    of = scraped(**(CALM | values))
+    return of._replace(end_ns=of.start_ns + seconds * 1_000_000_000, scrapes=seconds + 1)
+
+
+def test_a_replica_that_was_scraped_for_longer_is_not_called_hot() -> None:
+    """Both made 100 tokens a second; one was scraped for 10 s, the other for 3 s: 1,000 against 300 tokens."""
+    of = case(healthy(), {})
+    equal = {"http://a": for_seconds(10, generated_tokens=1000.0), "http://b": for_seconds(3, generated_tokens=300.0)}
+    assert "hot replica" not in diagnose(dataclasses.replace(of, replicas=equal)).findings
+    hot_ = {"http://a": for_seconds(10, generated_tokens=1000.0), "http://b": for_seconds(3, generated_tokens=1200.0)}
+    seen = diagnose(dataclasses.replace(of, replicas=hot_)).findings["hot replica"].seen
+    assert "http://b has 1.6 times the generated tokens of the mean replica (http://a 20%, http://b 80%)" in seen
+
+
+def test_the_rates_that_are_printed_of_replicas_add_up() -> None:
+    """1,000 tokens in 10 s and 1,200 in 3 s: 500 a second together, and not 2,200 / 10 s."""
+    replicas = {
+        "http://a": for_seconds(10, generated_tokens=1000.0),
+        "http://b": for_seconds(3, generated_tokens=1200.0),
+    }
+    of = dataclasses.replace(case(healthy(), {}), replicas=replicas)
+    shown = diagnose_report.text(results.Run(Path("r"), {}, [], []), [diagnose_report.Diagnosed(diagnose(of), [])])
+    assert "generated tokens 2,200 tokens, 500 tokens/s" in shown
+
+
+def test_seats_of_two_replicas_are_those_of_both() -> None:
+    """Each runs 5 on average and up to 10, and 5 wait: neither batch is at its largest, as 10 of "at most 10" was."""
+    of = case(healthy(), {})
+    page = scraped(**(CALM | {"running": (5.0, 10.0), "waiting": (5.0, 9.0)}))
+    assert (
+        "small batches" not in diagnose(dataclasses.replace(of, replicas={"http://a": page, "http://b": page})).findings
+    )
+    full_ = scraped(**(CALM | {"running": (9.0, 10.0), "waiting": (9.0, 12.0)}))
+    found = diagnose(dataclasses.replace(of, replicas={"http://a": full_, "http://b": full_})).findings
+    assert "18.0 requests ran and 18.0 waited, on average; never more than 20 ran" in found["small batches"].seen
+
+
 def in_part(of: Case) -> Case:
     """What was scraped of the first 4 s of the window alone."""
 

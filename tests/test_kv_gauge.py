@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from llm_bench import capacity_plan, capacity_report, kv_gauge, results, scrape, targets
@@ -61,6 +62,19 @@ def test_two_that_agree_by_hand(tmp_path: Path) -> None:
     assert row == ("c=1", row[1], pytest.approx(112, rel=0.01), "7.00%", 1600, pytest.approx(112), row[6])
     assert abs(float(row[6].rstrip("%"))) < 1
     assert "the two agree" in notes
+
+
+def test_replicas_scraped_at_other_times_are_not_held_against_the_records(tmp_path: Path) -> None:
+    """One page was read for 40 s, the other for 10: what both held is not of one time."""
+    where = run_of(tmp_path / "r", {"000-a-c=1": (held(), closed(1))}).path
+    values = page(0.07)
+    lines: list[dict[str, Any]] = [{"llm_bench_scrape": 1, "every_s": 1.0, "sources": [PAGE, "http://b/metrics"]}]
+    for k, scrapes in ((0, 41), (1, 11)):
+        lines += [{"k": k, "at": ns(0) + i * 10**9, "took": 0, "v": values} for i in range(scrapes)]
+    scrape.path_of(where, "000-a-c=1").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    row, notes = said(results.load_run(where))
+    assert (row[2], row[3], row[6]) == (None, "7.00%", "–")
+    assert "not at the same times" in notes
 
 
 @pytest.mark.parametrize(("usage", "running", "fields", "what"), [

@@ -146,6 +146,58 @@ def test_replicas_as_one() -> None:
     assert total([]) is None
 
 
+def scraped_to(end_s: int, *, tokens_a_second: float, running: float = 0.0, start_s: int = 0) -> Figures:
+    """One replica, scraped each second of [start, end], of a window of 20 s."""
+    points = [
+        Point(t * S, {TOKENS: 7 + tokens_a_second * t, "vllm:num_requests_running": running})
+        for t in range(start_s, end_s + 1)
+    ]
+    found = figures(points, 0, 20 * S + 1)
+    assert found is not None
+    return found
+
+
+def test_rates_of_replicas_that_were_scraped_for_unequal_times_add_up() -> None:
+    """100 tokens/s for 20 s and 300 tokens/s for 5 s: 2,000 + 1,500 tokens; 400/s, and not 3,500 / 20 s = 175/s."""
+    both = total([scraped_to(20, tokens_a_second=100), scraped_to(5, tokens_a_second=300)])
+    assert both is not None
+    assert both.value("generated_tokens") == 3500
+    assert both.rate("generated_tokens") == pytest.approx(400)
+    assert both.apart
+    assert both.edges() == "replicas scraped over 5.0 to 20.0 s, not at the same times, within the window"
+
+
+def test_spans_one_after_the_other_are_no_rate_over_both() -> None:
+    first, second = (scraped_to(end, tokens_a_second=50, start_s=start) for start, end in ((0, 8), (12, 20)))
+    both = total([first, second])
+    assert both is not None
+    assert both.rate("generated_tokens") == pytest.approx(100)
+    assert both.apart
+
+
+def test_a_scrape_that_just_missed_an_edge_is_of_the_same_time() -> None:
+    """Spans of 19 s and 20 s: 1,900 / 19 + 2,000 / 20; over the union it would have been 195/s."""
+    both = total([scraped_to(19, tokens_a_second=100), scraped_to(20, tokens_a_second=100)])
+    assert both is not None
+    assert both.rate("generated_tokens") == pytest.approx(200)
+    assert not both.apart
+    assert "19 scrapes" not in both.edges()
+    assert both.edges().startswith("20 scrapes over 20.0 s")
+
+
+def test_what_adds_up_is_bounded_by_the_sum_of_its_parts() -> None:
+    """10 and 30 run: 40 together, and never more; a share is never more than that of the fullest."""
+    pages = [
+        f"vllm:num_requests_running{E0} {n}\nvllm:kv_cache_usage_perc{E0} {share}"
+        for n, share in ((10, 0.2), (30, 0.6))
+    ]
+    both = total([between(page, page) for page in pages])
+    assert both is not None
+    running, kv = both.of["running"], both.of["kv_usage"]
+    assert (running.value, running.least, running.most) == (40, 40, 40)
+    assert (kv.value, kv.least, kv.most) == (pytest.approx(0.4), 0.2, 0.6)
+
+
 def test_what_one_replica_does_not_say_is_not_said_of_all() -> None:
     page = f"vllm:num_requests_running{E0} 1"
     more = f"{page}\nvllm:num_requests_waiting{E0} 1"
