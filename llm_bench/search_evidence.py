@@ -223,7 +223,10 @@ def judge(limit: Limit, found: Evidence, *, guard: bool = False, again: bool = F
     asked = 1 - limit.value if limit.share is None else limit.share
     n = found.decided + found.open
     if not n or not found.ess:
-        return Limited(limit, "UNDECIDED", "no request that decides it", None, None)
+        why = "no request that decides it"
+        if found.hidden_by:
+            why += f"; of {found.open:,.0f} it is hidden ({', '.join(found.hidden_by)}), and of more it would be too"
+        return Limited(limit, "UNDECIDED", why, None, None, hopeless=bool(found.hidden_by))
     low = stats.wilson(found.met / n * found.ess, found.ess, confidence).low
     high = stats.wilson((found.met + found.open) / n * found.ess, found.ess, confidence).high
     share = found.met / found.decided if found.decided else 0.0

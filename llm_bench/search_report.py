@@ -1,11 +1,12 @@
 """What a search found, for a terminal, for Markdown, for programs; and the bracket so far, for whoever waits."""
 
 import json
+import math
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from llm_bench import grid
+from llm_bench import grid, steady
 from llm_bench.objectives import Limit
 from llm_bench.printable import counted
 from llm_bench.search import Answer, Plan, Point, Probe, Result
@@ -74,11 +75,27 @@ def remarks(answer: Answer, plan: Plan) -> list[str]:
     for which, end in (("lower", answer.met), ("upper", answer.missed)):
         if end and not end.clear and len(end.cells) == 1:
             lines.append(f"the {which} end, {plan.label(end.load)}, rests on one cell alone")
+    lines += _unseen(answer, plan)
     lines += [f"not asked for, and not proven but not missed: {limit.text}" for limit in _guards(plan)]
     lines += [f"next would be {_next(probe, plan)}" for probe in answer.asks]
     spent = f"{answer.spent_s:.0f} of {plan.budget_s:.0f} s"
     sent = counted(sum(p.requests for p in answer.points), "request")
     return [*lines, f"{sent} in {counted(_cells(answer), 'cell')}, {spent} of budget"]
+
+
+def _unseen(answer: Answer, plan: Plan) -> list[str]:
+    """Which growth of a backlog the lower end is too short to show: less than chance makes of so many arrivals."""
+    met = answer.met
+    if plan.by != "rate" or met is None or not met.window:
+        return []
+    growth = steady.SWINGS * math.sqrt(met.window) / met.window * met.load
+    if growth <= plan.tolerance * met.load:
+        return []
+    return [
+        f"the lower end, {plan.label(met.load)}, rests on {counted(met.window, 'request')}: a backlog that grows by "
+        f"less than {growth:.3g}/s ({growth / met.load:.0%} of it) would not show in so few; a longer --budget or more "
+        "--requests, shows smaller ones"
+    ]
 
 
 def _guards(plan: Plan) -> Sequence[Limit]:

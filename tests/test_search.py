@@ -179,6 +179,10 @@ def test_what_is_not_known_is_said_with_its_own_reasons_alone():
     first, _ = search_evidence.seen("c", 5.0, whole, windows.of(whole), SLO).evidence
     assert isinstance(first, Counts)
     assert (first.open, first.hidden_by) == (100, ("not streamed",))
+    told = search_evidence.judge(limit, first)
+    assert told.hopeless
+    assert told.why == "no request that decides it; of 100 it is hidden (not streamed), and of more it would be too"
+    assert not search_evidence.judge(limit, Counts(0, 0, 0.0, 5)).hopeless  # cut ones may be decided in a longer cell
 
 
 def test_a_growing_backlog_is_a_miss_whatever_the_requests_say():
@@ -405,6 +409,18 @@ def test_every_format_says_the_bracket_and_its_evidence():
     document = search_report.document(results[0])
     assert (document["met"], document["undecided"], document["missed"]) == (8, [16], 32)
     assert document["not_asked_for"] == ["error_rate<1%"]
+
+
+def test_which_growth_the_lower_end_of_a_rate_is_too_short_to_show_is_said():
+    """Of 100 arrivals chance makes 2 x 10 more or fewer: at 50/s, which they take 2 s for, 10/s may be hidden."""
+    by_rate = dataclasses.replace(PLAN, by="rate")
+    for plan, n, said in ((by_rate, 100, True), (by_rate, 1600, False), (PLAN, 100, False)):
+        answer = search.summary(plan, search.points(plan, [says(50, n, n), says(52, 0, n)]), 30.0)
+        lines = [line for line in search_report.remarks(answer, plan) if "would not show" in line]
+        assert [line.split("; a longer")[0] for line in lines] == (
+            ["the lower end, 50/s, rests on 100 requests: a backlog that grows by less than 10/s (20% of it) would not "
+             "show in so few"] if said else []
+        )  # fmt: skip
 
 
 def test_of_many_searches_it_is_counted_how_many_brackets_hold():
