@@ -551,6 +551,15 @@ def test_long_prompts_are_named_by_what_they_hold_up(settings: dict[str, Any], s
     assert all(said in finding.seen for finding in found.values())
 
 
+def test_a_tail_of_longer_prompts_that_holds_up_next_to_nobody_is_healthy() -> None:
+    """3% have four times the median prompt and stop the others for some 50 ms, which is 2% of their time."""
+    arrivals = poisson(10.0, 600, [(300, 100)] * 31 + [(2000, 100)])
+    made = cell(served(EngineConfig(model="sim:8b-h100", max_num_batched_tokens=2048), arrivals), load=OPEN)
+    of = case(made)
+    assert max(of.values("stall")) > 40
+    assert kinds(of) == []
+
+
 def test_single_passes_are_said_and_what_needs_streams_is_not_judged(tmp_path: Path) -> None:
     passes = cell([record(i, 100 * i, end=100 * i + 40, tokens_out=-1, text_bytes=0) for i in range(100)], load=OPEN)
     run_, found = repeated(tmp_path, passes)
@@ -658,7 +667,7 @@ def test_the_rates_that_are_printed_of_replicas_add_up() -> None:
     }
     of = dataclasses.replace(case(healthy(), {}), replicas=replicas)
     shown = diagnose_report.text(results.Run(Path("r"), {}, [], []), [diagnose_report.Diagnosed(diagnose(of), [])])
-    assert "generated tokens 2,200 tokens, 500 tokens/s" in shown
+    assert "generated tokens 2,200 tokens, 500.0 tokens/s" in shown
 
 
 def test_seats_of_two_replicas_are_those_of_both() -> None:
