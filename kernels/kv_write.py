@@ -59,10 +59,15 @@ def _write(
         pages = keys if kind == 0 else values
         if QUANTISED:
             x = x.to(tl.float32)
-            largest = tl.max(tl.abs(x), 1)
+            size = tl.abs(x)
+            # Infinite where an element is no finite number: tl.max alone would pass over a NaN. Its scale then is NaN,
+            # so that whatever is computed with the vector shows it, whichever eight bits stand beside it.
+            largest = tl.max(tl.where(size < float("inf"), size, float("inf")), 1)
+            finite = largest < float("inf")
             scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+            scale = tl.where(finite, scale, float("nan"))
             tl.store((key_scales if kind == 0 else value_scales) + scale_at, scale, mask=head < HEADS)
-            x = x / scale[:, None]
+            x = tl.where(finite[:, None], x / scale[:, None], 0.0)
             x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
             if ROUNDS == "integer":  # 1.5 · 2**23 added and taken away leaves the nearest integer, ties to even
                 x = (x + 12582912.0) - 12582912.0
@@ -86,7 +91,8 @@ def kv_write(
 
     `keys`, `values`: [num_blocks, kv_heads, block_size, head_dim], alike in strides, in the rows' dtype, or int8 or
     float8_e4m3fn with `key_scales`, `value_scales` [num_blocks, kv_heads, block_size], float32, contiguous: a stored
-    element times its vector's scale is what was given, up to rounding. `slots`: int32 or int64 [rows],
+    element times its vector's scale is what was given, up to rounding; the scale of a vector with a NaN or an infinity
+    is NaN. `slots`: int32 or int64 [rows],
     block · block_size + place in it, each at most once; below 0 a row is written nowhere; beyond the last page nothing
     checks it. Raises ValueError.
     """

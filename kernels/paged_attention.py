@@ -135,7 +135,9 @@ def _attend(
                 faded = tl.exp2(highest - level)
                 total = total * faded + tl.sum(weight, 1)
                 if QUANTISED:
-                    weight *= tl.load(value_scale_at + scale_at, mask=inside, other=0.0)[None, :]
+                    times = tl.load(value_scale_at + scale_at, mask=inside, other=0.0)[None, :]
+                    # A later row's may be NaN, for a vector that was no finite numbers, and 0 · NaN is NaN.
+                    weight *= tl.where(visible, times, 0.0) if masked else times
                 v = tl.load(value_at + at, mask=read, other=0.0).to(MIXES)
                 mixed = tl.dot(weight.to(MIXES), v, mixed * faded[:, None], input_precision=PRECISION)
                 highest = risen

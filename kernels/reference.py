@@ -62,10 +62,12 @@ def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """x [..., head_dim] as `dtype` and the scale [...], float32, that each vector is multiplied by to get it back.
 
     Symmetric: the largest magnitude of a vector becomes the type's largest number. A vector of zeros has scale 1.
+    One with an element that is no finite number has scale NaN, and 0 for every element.
     """
-    largest = x.abs().amax(-1).float()
-    scale = torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
-    unit = (x.float() / scale[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
+    largest = x.float().abs().amax(-1)
+    finite = largest.isfinite()
+    scale = torch.where(largest > 0, largest / LARGEST[dtype], 1.0).where(finite, torch.nan)
+    unit = (x.float() / scale[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype]).where(finite[..., None], 0.0)
     return (unit.round() if dtype == torch.int8 else unit).to(dtype), scale
 
 

@@ -47,10 +47,15 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> int8 [N, K] and scale [N] float32, symmetric: each output's largest weight becomes ±127."""
-    scale = weight.float().abs().amax(1) / 127
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    """weight [N, K] -> int8 [N, K] and scale [N] float32, symmetric: each output's largest weight becomes ±127.
+
+    The scale of an output with a weight that is no finite number is NaN, its integers are 0.
+    """
+    wide = weight.float()
+    scale = wide.abs().amax(1) / 127
+    finite = scale.isfinite()
+    scale = torch.where(scale > 0, scale, 1.0).where(finite, torch.nan)
+    return (wide / scale[:, None]).round().clamp(-127, 127).where(finite[:, None], 0).to(torch.int8), scale
 
 
 def int8_matmul(

@@ -5,6 +5,7 @@ several kernels, an answer has steps, and a graph of each size is run once where
 programs may touch anything but the tensors that it was given.
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from kernels import attention_api
 from kernels.attention_api import Tile
 from reference_engine import gpu, model, weights
 from reference_engine.runner import ModelRunner
+from reference_engine.runner_api import NOT_FINITE
 from reference_engine.weights import Weights
 from tests.engine_models import drive, family, outputs, prompts, runner, save, sequence
 
@@ -110,6 +112,43 @@ def by_graphs(read: Weights, eos_ids: range = range(0), **knobs: Any) -> ModelRu
     engine.capture()
     assert engine.facts()["graphs"]
     return engine
+
+
+BAD = 7  # the token whose embedding is no number, as a sum in fp16 may come to be
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int8-weights"}],
+    ids=lambda knobs: next(iter(knobs.values()), "plain"),
+)
+def test_what_is_computed_with_no_numbers_gives_no_token_and_harms_no_other(
+    knobs: dict[str, str], graphs: bool, tmp_path: Path
+) -> None:
+    """Whether it is a row's own or comes out of the pool; what made none goes on to nothing, in a step ahead either."""
+    broken = made("llama", tmp_path)
+    broken.embedding[BAD] = math.nan
+    asked = {"max_tokens": 2, "temperature": 0.9, "seed": 3}
+
+    def answers(prompts: list[list[int]]) -> list[list[int]]:
+        """Each prompt token by token, a step each, and then a token more of those that have one."""
+        limits: dict[str, Any] = {"max_model_len": 16, "max_num_seqs": 3} | knobs
+        engine = by_graphs(broken, **limits) if graphs else runner(broken, cpu_kernels="triton", **limits)
+        sequences = [sequence(prompt, i, **asked) for i, prompt in enumerate(prompts)]
+        for i, s in enumerate(sequences):
+            s.blocks = [3 * i, 3 * i + 1]
+        for _ in range(3):
+            for s, token in zip(sequences, engine.execute([(s, 1) for s in sequences]), strict=True):
+                s.computed += 1
+                if s.computed == len(s.token_ids) and token is not None:
+                    s.token_ids.append(token)
+            sequences = [s for s in sequences if s.token_ids[-1] != NOT_FINITE]
+        return outputs(sequences)
+
+    good = [9, 12]
+    alone = answers([good])
+    assert answers([[9, BAD], good, [BAD, 9]]) == alone
 
 
 def test_graphs_of_another_pool_are_not_replayed(llama: Weights) -> None:

@@ -161,6 +161,20 @@ def test_as_temperature_falls_the_draw_becomes_the_argmax() -> None:
         assert sampling.sample(logits, asked(4, temperature=temperature)).tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, FILTERS[-1]], ids=str)
+def test_a_row_of_no_numbers_ends_with_some_id_and_harms_no_other(changes: dict[str, Any]) -> None:
+    """The engine looks for such rows itself; the kernel must come to an end."""
+    logits, us = rows(5), torch.full((5,), 0.4, dtype=torch.float64)
+    logits[0, 17] = float("nan")
+    logits[1] = float("nan")
+    logits[1, ::50] = float("-inf")  # a block of nothing but NaN is a warning of the interpreter's
+    logits[2, 40] = float("inf")
+    logits[3] = float("-inf")
+    found = sampling.sample(logits, asked(5, **changes), us)
+    assert all(0 <= token < 100 for token in found.tolist())
+    assert found[4] == right(logits[4:], us[4:], **changes)[0]
+
+
 def test_without_uniforms_seed_and_position_decide_and_nothing_else() -> None:
     logits, settings = rows(4), asked(4)
     us = torch.tensor(

@@ -240,6 +240,20 @@ def test_small_values_of_integers_are_mixed_in_a_type_that_has_them() -> None:
     assert (found - right).abs().max() <= 1e-2 * right.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["key_scales", "value_scales"])
+@pytest.mark.parametrize("position", [0, 21, 27, 29])
+def test_what_sees_a_vector_that_is_no_numbers_is_none_and_nothing_else(position: int, kind: str) -> None:
+    """kv_write says so by the scale. Rows of the same tile that come before it are what they were, bit for bit."""
+    case = Case([1, 8], [19, 30], stored=torch.int8)
+    made = make(case)
+    right = run(case, made)
+    made.scales[kind][made.tables[1, position // case.block_size], :, position % case.block_size] = float("nan")
+    found = run(case, made)
+    first_to_see = 1 + max(position - 22, 0)  # row 1 is position 22 of the second sequence
+    assert torch.equal(found[:first_to_see], right[:first_to_see])
+    assert bool(found[first_to_see:].isnan().all())
+
+
 def test_an_empty_batch_launches_nothing() -> None:
     case = Case([], [])
     assert laid_out(case).launches == ()
@@ -325,7 +339,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "the scale asked for": ("dim**-0.5 if scale is None else scale", "dim**-0.5", "a scale"),
     "scale without log2(e)": ("scale = LOG2_E * (", "scale = (", "decodes"),
     "no scale of keys": ("score *= tl.load(key_scale_at", "score += 0 * tl.load(key_scale_at", "int8"),
-    "no scale of values": ("weight *= tl.load(value_scale_at", "weight += 0 * tl.load(value_scale_at", "int8"),
+    "no scale of values": ("weight *= tl.where(visible, times", "weight += 0 * tl.where(visible, times", "int8"),
     "values take keys' scales": ("tl.load(value_scale_at +", "tl.load(key_scale_at +", "fp8"),
     "scales of another head": ("key_scales + kv_head * scale_head", "key_scales + 0 * scale_head", "int8"),
     "scales of another slot": ("page * scale_page + in_page", "page * scale_page", "int8"),
