@@ -45,6 +45,7 @@ TILES: dict[int, Tile] = {
     0: Tile(128, 128, 64, warps=8, stages=3),
 }
 INVARIANT = Tile(64, 64, 128, warps=4, stages=4)  # 64 rows cost a decode no bytes: W is what is read
+WIDE_STAGES = 2  # of float32: with four, 152 KiB of shared memory, where an L40S or a 4090 has 99; with two, 72
 PROGRAMS = 264  # two for each of 132 multiprocessors (H100, H200): with fewer, K is split
 LEAST_K = 512  # inputs of a split: shorter ones cost more to start and to add than they bring
 TOGETHER = 8  # row tiles that take turns on the same weights, so that these come from the L2 cache
@@ -82,7 +83,8 @@ def int8_matmul(
         _multiply, (tiles, splits), x, weight, scale, scale if bias is None else bias, sums,
         rows, outputs, inputs, chunk, x.stride(0), weight.stride(0), sums.stride(-2),
         BIAS=bias is not None, SPLIT=splits > 1, DOT=arithmetic(x.dtype),
-        N=tile.n, M=tile.m, K=tile.k, TOGETHER=TOGETHER, warps=tile.warps, stages=tile.stages,
+        N=tile.n, M=tile.m, K=tile.k, TOGETHER=TOGETHER, warps=tile.warps,
+        stages=min(tile.stages, WIDE_STAGES) if x.dtype == torch.float32 else tile.stages,
     )  # fmt: skip
     if splits > 1:
         launch(

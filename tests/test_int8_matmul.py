@@ -130,6 +130,41 @@ def test_quantised_weights_are_off_by_half_a_step_at_most() -> None:
     assert whole[:7].abs().amax(1).eq(127).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_is_on_its_way_fits_the_shared_memory_of_a_small_card(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an L40S or a 4090, 99 KiB a program; the compiler takes no more than every stage's weights and rows."""
+    taken = []
+
+    def launched(kernel: Any, grid: Any, x: torch.Tensor, *of: Any, stages: int = 1, **sizes: Any) -> None:
+        if "K" in sizes:
+            taken.append(stages * sizes["K"] * (sizes["N"] + sizes["M"] * x.element_size()))
+
+    monkeypatch.setattr(int8_matmul, "launch", launched)
+    weight, scale = torch.empty(4096, 4096, dtype=torch.int8, device="meta"), torch.empty(4096, device="meta")
+    for rows in (1, 64, 200):
+        for invariant in (True, False):
+            x = torch.empty(rows, 4096, dtype=dtype, device="meta")
+            int8_matmul.int8_matmul(x, weight, scale, invariant=invariant)
+    assert len(taken) == 6
+    assert max(taken) <= 99 * 1024
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_finite_numbers_are_none_when_they_are_multiplied_with(bad: float) -> None:
+    """As a row of x is that has one: no other output, and no other row, is another for it."""
+    weight, x = random(40, 96), random(3, 96)
+    right = int8_matmul.int8_matmul(x, *reference_dense.quantise(weight))
+    weight[7, 5], x[1, 95] = bad, float("nan")
+    whole, scale = reference_dense.quantise(weight)
+    found = int8_matmul.int8_matmul(x, whole, scale)
+    assert whole[7].eq(0).all()
+    assert found[1].isfinite().sum() == found[[0, 2], 7].isfinite().sum() == 0
+    others = [n for n in range(40) if n != 7]
+    assert torch.equal(found[[0, 2]][:, others], right[[0, 2]][:, others])
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 40, 96), (3, 0, 96), (3, 40, 0)])
 def test_nothing_to_multiply(m: int, n: int, k: int) -> None:
     bias = random(n)
