@@ -270,11 +270,13 @@ class Cuda:
     def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
         said, self.current = [], "main"
         self.said: list[str] = said
+        self.streams = self.threads_own = 0  # made; captures that another thread's allocations do not break off
         cuda = self
 
         class Stream:
             def __init__(self, name: str = "side") -> None:
                 self.name = name
+                cuda.streams += name == "side"
 
             def wait_stream(self, other: "Stream") -> None:
                 said.append(f"{self.name} waits for {other.name}")
@@ -292,10 +294,11 @@ class Cuda:
                 cuda.current = before
 
         @contextmanager
-        def graph(made: Graph, pool: object = None) -> Iterator[None]:
+        def graph(made: Graph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
             """As torch's: a capture that was broken off is an error at its end, and leaves its stream the current."""
             before, cuda.current = cuda.current, "capture"
             said.append(f"begin in {pool}")
+            cuda.threads_own += capture_error_mode == "thread_local"
             try:
                 yield
             finally:
@@ -315,12 +318,17 @@ class Cuda:
 
 
 def test_a_step_is_captured_as_torch_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run once on a side stream that is ordered before and after, then captured, all graphs in one pool."""
+    """Run once on a side stream that is ordered before and after, then captured, all graphs in one pool.
+
+    One side stream for all: cuBLAS keeps a workspace for each.
+    """
+    assert "thread_local" in str(torch.cuda.graph.__doc__)
     cuda = Cuda(monkeypatch)
     device = graphs.cuda()
     replays = [device.capture(cuda.run) for _ in range(2)]
     once = ["side waits for main", "run on side", "main waits for side", "begin in the pool", "run on capture", "end"]
     assert cuda.said == 2 * once
+    assert (cuda.streams, cuda.threads_own) == (1, 2)
     cuda.said.clear()
     for replay in replays:
         replay()
