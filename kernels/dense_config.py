@@ -48,6 +48,16 @@ def expect(
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; would be right: 1")
 
 
+def expect_near(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError where elements of one row (whatever the first dimension counts) are 2**31 or more apart.
+
+    Kernels count rows in 64 bits and what is within one in 32, as is right for all that lies in one piece.
+    """
+    apart = sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    if apart >= 2**31:
+        raise ValueError(f"{name} has strides {tensor.stride()}; would be right: a row within 2**31 elements")
+
+
 def warps(elements: int) -> int:
     """Warps of a program that holds so many elements: 16 a thread, by the block alone and never by the batch."""
     return min(max(elements // 512, 1), 16)

@@ -15,7 +15,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import torch
 
-from kernels.dense_config import FLOATS, expect, jit, launch, power_of_two, tl
+from kernels.dense_config import FLOATS, expect, expect_near, jit, launch, power_of_two, tl
 from kernels.interpret import interpreted
 from kernels.reference import LARGEST
 
@@ -135,6 +135,7 @@ def _check(
     expect("new_keys", new_keys, (rows, heads, dim), FLOATS, new_keys)
     expect("new_values", new_values, (rows, heads, dim), (new_keys.dtype,), new_keys)
     _same_strides("new_values", new_values, new_keys)
+    expect_near("new_keys", new_keys)
     expect("keys", keys, (keys.shape[0], heads, keys.shape[2], dim), (new_keys.dtype, *LARGEST), new_keys)
     check_pages(keys, values, key_scales, value_scales, new_keys)
     expect("slots", slots, (rows,), (torch.int32, torch.int64), new_keys)
@@ -152,6 +153,7 @@ def check_pages(
     expect("keys", keys, shape, (like.dtype, *LARGEST), like)
     expect("values", values, shape, (keys.dtype,), like)
     _same_strides("values", values, keys)
+    expect_near("keys", keys)
     if keys.dtype == torch.float8_e4m3fn and keys.is_cuda and torch.cuda.get_device_capability(keys.device) < (8, 9):
         raise ValueError("pages are float8_e4m3fn, which this GPU cannot convert; would be right: int8 or 16 bits")
     if keys.dtype not in LARGEST:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from kernels.attention_api import Work
-from kernels.dense_config import FLOATS, expect, jit, launch, power_of_two, tl
+from kernels.dense_config import FLOATS, expect, expect_near, jit, launch, power_of_two, tl
 from kernels.interpret import arithmetic
 from kernels.kv_write import check_pages
 from kernels.reference import LARGEST
@@ -270,6 +270,8 @@ def _check(
     rows, heads, dim = query.shape
     expect("query", query, (rows, keys.shape[1] * work.group, dim), FLOATS, query)
     expect("out", out, (rows, heads, dim), (query.dtype,), query)
+    expect_near("query", query)
+    expect_near("out", out)
     expect("keys", keys, (*keys.shape[:3], dim), (query.dtype, *LARGEST), query)
     check_pages(keys, values, key_scales, value_scales, query)
     expect("tables", tables, (tables.shape[0], tables.shape[-1]), (torch.int32,), query)

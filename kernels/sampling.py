@@ -56,8 +56,8 @@ def sample(
 
     Kept are first the tokens of at least min_p times the likeliest's probability, of these the top_k likeliest, of
     these the fewest likeliest with at least top_p of what is left, as vLLM does it. `uniforms` [rows] float64 in [0, 1)
-    take the place of (seed, position). A logit may be -inf, not every one of a row. A row that has a NaN or +inf gets an
-    id that means nothing, and harms no other row. Raises ValueError.
+    take the place of (seed, position). A logit may be -inf, not every one of a row. A row that has a NaN or +inf gets
+    an id that means nothing, and harms no other row. Raises ValueError.
     """
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits is {list(logits.shape)}; would be right: [rows, vocabulary]")

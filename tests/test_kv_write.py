@@ -193,6 +193,7 @@ def test_a_slot_may_be_of_64_bits() -> None:
     assert torch.equal(made.pool[0, 2, :, 1], new_keys[0])
 
 
+PAGES, NEW = ("keys", "values"), ("new_keys", "new_values")
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "shape": (lambda a: {"new_keys": a["new_keys"][0]}, r"new_keys is \[2, 64\].*\[rows, kv_heads, head_dim\]"),
     "values": (lambda a: {"new_values": a["new_values"][:, :1]}, "new_values is"),
@@ -211,6 +212,17 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
             | {f"{name}_scales": torch.ones(3, 4, 8)[:, ::2] for name in ("key", "value")}
         ),
         "key_scales has strides .*; would be right: contiguous",
+    ),
+    "pages far apart": (
+        lambda a: (
+            {name: torch.empty_strided((3, 2, 8, 64), (512, 2**31, 64, 1), device="meta") for name in PAGES}
+            | {name: a[name].to("meta") for name in ("new_keys", "new_values", "slots")}
+        ),
+        r"keys has strides \(512, 2147483648, 64, 1\); would be right: a row within 2\*\*31 elements",
+    ),
+    "heads far apart": (
+        lambda a: {name: torch.empty_strided((2, 2, 64), (64, 2**31, 1), device="meta") for name in NEW},
+        "new_keys has strides .*within",
     ),
     "slots": (lambda a: {"slots": a["slots"][:1]}, r"slots is \[1\]; would be right: \[2\]"),
     "slots' dtype": (lambda a: {"slots": a["slots"].float()}, "slots is float32; would be right: int32 or int64"),

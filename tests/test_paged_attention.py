@@ -299,6 +299,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         "values has strides.*as its keys have",
     ),
     "element stride": (lambda a: {"query": a["query"].mT.contiguous().mT}, "query has stride"),
+    "heads far apart": (
+        lambda a: {"query": torch.empty_strided((4, 2, 64), (64, 2**31, 1), device="meta"), "out": a["out"].to("meta")},
+        "query has strides .*within",
+    ),
     "tables": (lambda a: {"tables": a["tables"].long()}, "tables is int64; would be right: int32"),
     "one table": (lambda a: {"tables": a["tables"][0]}, "tables is"),
     "no scales": (
