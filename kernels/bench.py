@@ -7,6 +7,7 @@ nothing to measure: `--interpret` runs tiny shapes under Triton's interpreter fo
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -25,6 +26,10 @@ ROTATED_BYTES = 512 * 10**6  # of all sets of inputs together: ten times an H100
 MOST_SETS = 256
 REPLAYS = 20
 WARM_REPLAYS = 3  # clocks rise
+LEAST_REPLAYS, MOST_S = (
+    3,
+    1.5,
+)  # of one timing: replays that take longer are fewer, so that no row takes all others' time
 CEILING_BYTES = 2 * 10**9
 CEILING_SIZE = 8192
 # What the interpreter can do in a second or two; sizes that are no power of two.
@@ -51,6 +56,7 @@ class Timing(NamedTuple):
     greatest: float
     sets: int
     way: str  # graph; eager: launched one by one from Python, whose time is then part of it; rehearsed: on a CPU
+    replays: int = REPLAYS  # that it is the median of
 
 
 Calls = Sequence[Callable[[], object]]
@@ -140,25 +146,28 @@ def _figures(case: Case, timing: Timing, limits: Ceilings) -> Results:
     gb_s, tflop_s = case.moved_bytes / timing.median / 1e3, case.flops / timing.median / 1e6
     return {
         "us": timing.median, "us_least": timing.least, "us_greatest": timing.greatest, "sets": timing.sets,
-        "timed_in": timing.way,
+        "replays": timing.replays, "timed_in": timing.way,
         "gb_s": gb_s, "percent_of_copy": 100 * gb_s / limits.copy_gb_s,
         "tflop_s": tflop_s, "percent_of_matmul": 100 * tflop_s / limits.matmul_tflop_s,
     }  # fmt: skip
 
 
 def _time(calls: Calls, card: Card) -> Timing:
-    """One call on average over all of them in turn, `replays` times over."""
+    """One call on average over all of them in turn, `replays` times over, or as often as MOST_S allows."""
     calls[0]()  # compiles, allocates
     card.settle()
     way, once = card.capture(calls)
-    took = []
+    took, spent_us = list[float](), 0.0
     for turn in range(card.warm + card.replays):
         stop = card.stopwatch()
         once()
-        us = stop() / len(calls)
+        us = stop()
+        spent_us += us
         if turn >= card.warm:
-            took.append(us)
-    return Timing(statistics.median(took), min(took), max(took), len(calls), way)
+            took.append(us / len(calls))
+        if len(took) >= LEAST_REPLAYS and spent_us > MOST_S * 1e6:
+            break
+    return Timing(statistics.median(took), min(took), max(took), len(calls), way, len(took))
 
 
 def _in_turn(calls: Calls) -> None:
@@ -306,18 +315,37 @@ def _so_far(way: Way, rows: list[Results], left: Sequence[str]) -> Results:
 
 
 def save(place: Path, results: Results) -> None:
-    """Whole or not at all: the process may be killed at any time. Raises OSError, leaving nothing of its own."""
+    """Whole or not at all: the process may be killed at any time. Raises OSError, leaving nothing of its own.
+
+    What is no finite number is written as a string: JSON has none.
+    """
     new = place.with_name(place.name + ".new")
     try:
-        new.write_text(json.dumps(results, indent=1) + "\n")
+        new.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
         new.replace(place)
     finally:
         new.unlink(missing_ok=True)
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def kept(one: Callable[[], Results]) -> Results:
+    """Its result, or how it failed: one row's failure is a row among others."""
+    try:
+        return one()
+    except Exception as problem:  # noqa: BLE001  # a compiler, a driver or the kernel: whatever it is, it is the result
+        return {"failed": f"{type(problem).__name__}: {problem}"[:2000], "ok": False}
+
+
 def _words(results: Results) -> str:
     if "ceilings" not in results:
-        return json.dumps(results, indent=1)
+        return json.dumps(_finite(results), indent=1)
     limits = Ceilings(**results["ceilings"])
     able = f"copies {limits.copy_gb_s:.0f} GB/s, multiplies {limits.matmul_tflop_s:.0f} TFLOP/s"
     return f"{results['card']}: {able}\n\n{table(results['rows'])}"

@@ -326,7 +326,9 @@ def kv_write(s: Sizes) -> Case:
 
     def read(i: Inputs) -> torch.Tensor:
         block, place = i["slots"] // s.block_size, i["slots"] % s.block_size
-        found = [i[name][block, :, place].double() for name in ("keys", "values")]
+        stored = i["keys"].dtype  # of eight bits it is indexed as integers: not every torch can index float8 on a GPU
+        same = torch.uint8 if stored.itemsize == 1 else stored
+        found = [i[n].view(same)[block, :, place].view(stored).double() for n in ("keys", "values")]
         if s.kv_dtype != "auto":
             found = [f * i[n][block, :, place, None].double() for f, n in zip(found, SCALES, strict=True)]
         return torch.cat(found)

@@ -3,10 +3,13 @@
 Stages run one after the other, each in a process of its own under its own time limit; one that fails or runs out of
 time leaves its text and the rows it had, and takes no other with it. After each stage the results so far are written:
 gpu.json and gpu.md in $OUT, or in build/; within one, after each row, to gpu-STAGE.json, so that nothing measured is
-lost however the run ends. `--rehearse` runs the stages at tiny sizes on a CPU: nothing is measured.
+lost however the run ends. A row that ends its process, or leaves a CUDA context that answers every later call with its
+own error, is followed by the next one in a new process. `--rehearse` runs the stages at tiny sizes on a CPU: nothing is
+measured.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -16,13 +19,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kernels.bench import Results, save
+from kernels.bench import Results, kept, save
 from kernels.gpu_engine import (
     BATCHING,
     METRICS,
@@ -36,17 +39,23 @@ from kernels.gpu_engine import (
 )
 
 if TYPE_CHECKING:  # a stage says whether kernels are interpreted before it imports one
-    from kernels.bench import Card, Ceilings
-    from kernels.cases import Sizes
+    from kernels.bench import Card
 
 ROOT = Path(__file__).parents[1]
 WHOLE_S = 480.0
+UNDER_WAY = "its process ended before it did"  # what a row says until it is done
+# By module: what the stages that run the engine and llm-bench want beside torch and Triton.
+NEEDED = (
+    "aiohttp", "httptools", "httpx", "jinja2", "numpy", "orjson", "prometheus_client", "pyarrow", "rich", "safetensors",
+    "tokenizers", "typer", "uvloop",
+)  # fmt: skip
 
 
 def environment(scale: Scale, save: Save) -> Results:
     import torch
 
     found: Results = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    found["not_installed"] = ", ".join(missing()) or "nothing"
     try:
         import triton
 
@@ -71,6 +80,10 @@ def environment(scale: Scale, save: Save) -> Results:
     }  # fmt: skip
 
 
+def missing() -> list[str]:
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
 def ceilings(scale: Scale, save: Save) -> Results:
     from kernels import bench
 
@@ -93,6 +106,7 @@ ATTENTION: list[Results] = [{"query": 1}, {"query": 17}, {"query": 201}, {"query
 CORRECT: list[tuple[str, Results]] = [
     *[("paged_attention", {"dtype": d} | a) for d in ("bfloat16", "float16") for a in ATTENTION],
     *[("paged_attention", {"kv_dtype": kv} | a) for kv in ("int8", "float8") for a in ATTENTION[::3]],
+    ("paged_attention", {"dtype": "float32", "query": 17}),
     *[("kv_write", {"query": 9, "kv_dtype": kv}) for kv in ("auto", "int8", "float8")],
     *[
         (name, {"dtype": d})
@@ -107,8 +121,39 @@ CORRECT: list[tuple[str, Results]] = [
 ]
 
 
-def correctness(scale: Scale, save: Save) -> Results:
-    """Every kernel against float64, and rows alone against rows in a batch, bit for bit."""
+def _each(tried: list[tuple[str, Results]], one: Callable[[str, Results], Results], found: Results) -> Iterator[None]:
+    """A row for each that has none yet, yielding when there is something to save.
+
+    Of those that a process before this one tried, the last may have ended it. Raises SystemExit where this process can
+    compute no more.
+    """
+    rows = found.setdefault("rows", [])
+    for name, changes in tried[len(rows) :]:
+        rows.append({"kernel": name, "failed": f"{name} {changes}: {UNDER_WAY}", "ok": False})
+        yield
+        rows[-1] = kept(partial(one, name, changes))
+        if "failed" in rows[-1]:
+            rows[-1]["failed"] = f"{name} {changes}: {rows[-1]['failed']}"
+        yield
+        if "failed" in rows[-1] and not _usable():
+            raise SystemExit("the device answers no more")
+
+
+def _usable() -> bool:
+    """Whether the device still computes: after an access out of bounds a process gets nothing but that error."""
+    import torch
+
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.zeros(1, device="cuda").item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def correctness(scale: Scale, save: Save, found: Results | None = None) -> Results:
+    """Every kernel against float64, and rows alone against rows in a batch, bit for bit. `found`: to go on from."""
     import torch
 
     from kernels import bench, cases
@@ -117,21 +162,23 @@ def correctness(scale: Scale, save: Save) -> Results:
     sizes, dtype, tried = cases.Sizes(**ODD), torch.bfloat16, CORRECT
     if scale.device == "cpu":
         sizes, dtype, tried = bench.TINY, torch.float32, [(name, {}) for name in cases.CASES]
-    found: Results = {"rows": [], "same_in_any_batch": {}}
-    for name, changes in tried:
-        found["rows"].append(_kept(partial(_correct, name, sizes, changes, device)))
+    found = found or {"rows": [], "same_in_any_batch": {}}
+    for _ in _each(tried, lambda name, changes: bench.correct(name, replace(sizes, **changes), device), found):
         save(found)
-    for same in (_same_in_any_batch, _attention_in_any_batch):
-        kept = _kept(partial(same, device, dtype))
-        found["same_in_any_batch"] |= {same.__name__: False} | kept if "failed" in kept else kept
+    same = found["same_in_any_batch"]
+    for check in (_same_in_any_batch, _attention_in_any_batch):
+        if same.setdefault(check.__name__, None) is False:
+            continue  # it ended a process before this one
+        same[check.__name__] = False
         save(found)
+        made = kept(partial(check, device, dtype))
+        same |= made
+        if "failed" not in made:
+            del same[check.__name__]
+        save(found)
+        if "failed" in made and not _usable():
+            raise SystemExit("the device answers no more")
     return found
-
-
-def _correct(name: str, sizes: "Sizes", changes: Results, device: Any) -> Results:
-    from kernels import bench
-
-    return bench.correct(name, replace(sizes, **changes), device)
 
 
 def _attention_in_any_batch(device: Any, dtype: Any) -> dict[str, bool]:
@@ -221,49 +268,36 @@ MEASURED: list[tuple[str, Results]] = [
 ]  # fmt: skip
 
 
-def kernels(scale: Scale, save: Save) -> Results:
+def kernels(scale: Scale, save: Save, found: Results | None = None) -> Results:
     from kernels import bench, cases
 
     card = _card(scale)
     sizes, tried = cases.Sizes(), MEASURED
     if scale.device == "cpu":
         sizes, tried = bench.TINY, [(name, {}) for name in cases.CASES]
-    limits = bench.ceilings(card)
-    found: Results = {"ceilings": limits._asdict(), "rows": [], "table": ""}
-    for name, changes in tried:
-        found["rows"].append(_kept(partial(_measure, name, sizes, changes, limits, card)))
+    found = found or {"ceilings": bench.ceilings(card)._asdict(), "rows": [], "table": ""}
+    limits = bench.Ceilings(**found["ceilings"])
+    for _ in _each(tried, lambda name, changes: bench.measure(name, replace(sizes, **changes), limits, card), found):
         found["table"] = bench.table([row for row in found["rows"] if "failed" not in row])
         save(found)
     return found
 
 
-def _measure(name: str, sizes: "Sizes", changes: Results, limits: "Ceilings", card: "Card") -> Results:
-    from kernels import bench
-
-    return bench.measure(name, replace(sizes, **changes), limits, card)
-
-
-def _kept(one: Callable[[], Results]) -> Results:
-    """Its result, or how it failed: one kernel's failure is a row among others."""
-    try:
-        return one()
-    except Exception as problem:  # noqa: BLE001  # a compiler, a driver or the kernel: whatever it is, it is the result
-        return {"failed": f"{type(problem).__name__}: {problem}"[:2000], "ok": False}
-
-
 class Stage(NamedTuple):
-    run: Callable[[Scale, Save], Results]
+    run: Callable[..., Results]  # (scale, save), and of one that goes on: what it had found
     limit_s: float
+    goes_on: bool = False  # in a new process, where one has ended at one of its rows
 
 
-# In this order; the limits add up to less than the whole, so that none is cut for those before it.
+# In this order. Each has its limit and what those before it left of theirs, and the first what is left of the whole:
+# a machine that was just started reads torch's libraries from a cold disk.
 STAGES: dict[str, Stage] = {
     "environment": Stage(environment, 15),
     "ceilings": Stage(ceilings, 15),
-    "correctness": Stage(correctness, 90),
+    "correctness": Stage(correctness, 90, goes_on=True),
     "answers": Stage(answers, 45),
-    "kernels": Stage(kernels, 95),
-    "engine": Stage(engine, 95),
+    "kernels": Stage(kernels, 95, goes_on=True),
+    "engine": Stage(engine, 90),
     "batching": Stage(batching, 120),
 }
 
@@ -271,21 +305,19 @@ STAGES: dict[str, Stage] = {
 def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
     """All stages, or those named. Exit code: 0 every stage was whole and every kernel right, 1 not."""
     begun, found = time.monotonic(), dict[str, Any]()
+    chosen = [name for name in STAGES if not only or name in only]
     out.mkdir(parents=True, exist_ok=True)
     for name in ("gpu.json", "gpu.md"):  # of an earlier run: what stands there is this one's
         (out / name).unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the stage under way as well
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:  # what a stage leaves when it is killed goes with it
-        for name, stage in STAGES.items():
-            if only and name not in only:
-                continue
-            left = WHOLE_S - (time.monotonic() - begun)
-            limit_s = min(stage.limit_s, left)
+        for number, name in enumerate(chosen):
+            limit_s = limit(chosen[number:], WHOLE_S - (time.monotonic() - begun))
             print(f"{name}: at most {limit_s:.0f} s", file=sys.stderr, flush=True)
             at, place, failed = time.monotonic(), out / f"gpu-{name}.json", "interrupted"
             place.unlink(missing_ok=True)  # of an earlier run
             try:
-                failed = _in_a_process(name, rehearse, limit_s, place, folder) if left > 1 else "no time left"
+                failed = _in_processes(name, rehearse, at + limit_s, place, folder)
             finally:  # an interrupted stage's rows are kept as well
                 found[name] = _result(place, failed) | {"took_s": round(time.monotonic() - at, 1)}
                 save(out / "gpu.json", found)
@@ -293,6 +325,35 @@ def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
                 place.unlink(missing_ok=True)
     print(report(found))
     return int(any(not whole(result) for result in found.values()))
+
+
+def limit(stages: Sequence[str], left_s: float) -> float:
+    """Seconds for the first of the stages to come: all that the others are not promised."""
+    return left_s - sum(STAGES[name].limit_s for name in stages[1:])
+
+
+def _in_processes(name: str, rehearse: bool, end: float, place: Path, folder: str) -> str:
+    """A stage until it is done, or its time on the monotonic clock is: how it failed at last, or "".
+
+    In a new process as long as the one before had come further.
+    """
+    failed, come = "no time left", -1
+    while (left := end - time.monotonic()) > 1:
+        failed = _in_a_process(name, rehearse, left, place, folder)
+        before, come = come, _blame(place, failed)
+        if not failed or not STAGES[name].goes_on or come <= max(before, 0):
+            break
+    return failed
+
+
+def _blame(place: Path, failed: str) -> int:
+    """Tells the row under way how its process ended; how many rows and checks a stage has come to."""
+    found = _result(place, "")
+    rows = found.get("rows", [])
+    if failed and rows and str(rows[-1].get("failed")).endswith(UNDER_WAY):
+        rows[-1]["failed"] += f": {failed}"
+        save(place, found)
+    return len(rows) + len(found.get("same_in_any_batch", ()))
 
 
 def _in_a_process(name: str, rehearse: bool, limit_s: float, place: Path, folder: str) -> str:
@@ -338,7 +399,8 @@ def _end_group(child: "subprocess.Popen[bytes]") -> None:
 
 def whole(result: Results) -> bool:
     """Whether a stage ended, each of its rows is right, and rows do not depend on their batch."""
-    rows = all(row.get("ok", True) for row in result.get("rows", ()))
+    lists = [rows for rows in result.values() if isinstance(rows, list)]
+    rows = all(row.get("ok", True) for rows in lists for row in rows)
     return "failed" not in result and rows and all(result.get("same_in_any_batch", {}).values())
 
 
@@ -361,7 +423,11 @@ def _facts(result: Results) -> list[str]:
 def _errors(result: Results) -> list[str]:
     lines = ["| kernel | shape | error | allowed |", "|---|---|---|---|"]
     for row in result["rows"]:
-        cells = [row["kernel"], row["shape"], f"{row['error']:.1e}", f"{row['allowed']:.1e}"] if "error" in row else []
+        cells = (
+            [row["kernel"], row["shape"], f"{float(row['error']):.1e}", f"{row['allowed']:.1e}"]
+            if "error" in row
+            else []
+        )
         mark = "" if row["ok"] else " **wrong**"
         lines.append(f"| {' | '.join(cells)}{mark} |" if cells else f"| failed | {row['failed'].splitlines()[0]} | | |")
     same = (f"{name} {'yes' if equal else '**no**'}" for name, equal in result["same_in_any_batch"].items())
@@ -377,6 +443,9 @@ def _cells(rows: Sequence[Results]) -> list[str]:
     names = ["load", *METRICS.split(","), "times_floor", "state"]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['load']} failed: {row['failed'].splitlines()[0]} |" + " |" * (len(names) - 1))
+            continue
         cells = [f"{row[n]:.4g}" if isinstance(row.get(n), float) else str(row.get(n, "–")) for n in names]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -407,7 +476,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.stage:
         scale = SCALES["cpu" if options.rehearse else "cuda"]
         try:
-            save(options.result, STAGES[options.stage].run(scale, partial(save, options.result)))
+            stage, saved = STAGES[options.stage], partial(save, options.result)
+            more = [_result(options.result, "")] if stage.goes_on else []
+            saved(stage.run(scale, saved, *more))
         except Exception:  # noqa: BLE001  # the parent says what it was; this process ends here
             traceback.print_exc()
             return 1
@@ -419,6 +490,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.rehearse and not _has_gpu():
         print("kernels.gpu: torch finds no GPU; would be right: a machine with one, or --rehearse", file=sys.stderr)
         return 2
+    if absent := missing():
+        said = "answers, engine and batching will fail; would be right: pip install '.[engine]'"
+        print(f"kernels.gpu: not installed: {', '.join(absent)}; {said}", file=sys.stderr)
     try:
         return run(options.rehearse, options.out, only)
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from urllib.request import Request, urlopen
 import torch
 
 from kernels import random_model
-from kernels.bench import Results
+from kernels.bench import Results, kept
 
 ROOT = Path(__file__).parents[1]
 STOP_S = 20.0
@@ -90,10 +91,15 @@ def engine(scale: Scale, save: Save) -> Results:
     found: Results = {"copy_gb_s": copy_gb_s, "cells": []}
     with _model(scale) as model, _server(scale, model, []) as url:
         for concurrency in scale.concurrency.split(","):
-            (cell,) = _load(scale, url, concurrency)
-            found["cells"].append(cell | beside_floor(cell, step_bytes(scale, int(concurrency)), copy_gb_s))
+            cell = kept(partial(_cell, scale, url, concurrency, copy_gb_s))
+            found["cells"].append({"load": f"c={concurrency}"} | cell)
             save(found)
     return found
+
+
+def _cell(scale: Scale, url: str, concurrency: str, copy_gb_s: float | None) -> Results:
+    (cell,) = _load(scale, url, concurrency)
+    return cell | beside_floor(cell, step_bytes(scale, int(concurrency)), copy_gb_s)
 
 
 def beside_floor(cell: Results, floor_bytes: int, copy_gb_s: float | None) -> Results:
@@ -118,10 +124,15 @@ def batching(scale: Scale, save: Save) -> Results:
     slots = scale.concurrency.split(",")[1]
     with _model(scale) as model:
         for way in BATCHING:
-            with _server(scale, model, ["--batching", way, "--max-num-seqs", slots]) as url:
-                found[way] = _load(scale, url, slots)
+            made = kept(partial(_batched, scale, model, way, slots))
+            found[way] = made.get("cells", [{"load": f"c={slots}"} | made])
             save(found)
     return found
+
+
+def _batched(scale: Scale, model: Path, way: str, slots: str) -> Results:
+    with _server(scale, model, ["--batching", way, "--max-num-seqs", slots]) as url:
+        return {"cells": _load(scale, url, slots)}
 
 
 @contextmanager

@@ -39,10 +39,18 @@ def test_a_wrong_kernel_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert not json.loads((tmp_path / "found.json").read_text())["correct"][0]["ok"]
 
 
-def test_a_result_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN is no error below any limit."""
+def test_a_result_that_is_not_written_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN is no error below any limit, and no number of JSON's."""
     monkeypatch.setattr(swiglu, "swiglu", lambda both, out: out.fill_(float("nan")))
-    assert bench.main(["swiglu", "--interpret"]) == 1
+    found = tmp_path / "found.json"
+    assert bench.main(["swiglu", "--interpret", "--json", str(found)]) == 1
+    for text in (found.read_text(), capsys.readouterr().out):
+        (row,) = json.loads(text, parse_constant=pytest.fail)["correct"]
+        assert (row["error"], row["ok"]) == ("nan", False)
+    report = gpu.report({"correctness": {"rows": [row], "same_in_any_batch": {}, "took_s": 1.0}})
+    assert f"| swiglu | {row['shape']} | nan |" in report
 
 
 @pytest.mark.parametrize(
@@ -229,6 +237,17 @@ def test_stages_fit_the_whole() -> None:
     assert set(gpu.STAGES) == set(gpu.SECTIONS)
 
 
+def test_a_stage_has_what_those_before_it_left_and_cuts_none_after_it() -> None:
+    left, names = gpu.WHOLE_S, list(gpu.STAGES)
+    assert gpu.limit(names, left) >= 25  # the first one imports torch from a cold disk
+    for number, name in enumerate(names):
+        found = gpu.limit(names[number:], left)
+        assert found >= gpu.STAGES[name].limit_s
+        left -= found  # each takes all that it may
+    assert left == 0
+    assert gpu.limit(["batching"], 100.0) == 100.0
+
+
 def stage(name: str, folder: Path, limit_s: float = 60.0) -> dict[str, Any]:
     place = folder / "result.json"
     return gpu._result(place, gpu._in_a_process(name, True, limit_s, place, str(folder)))
@@ -329,7 +348,9 @@ def test_every_kernels_row_is_saved_as_it_is_made(name: str, monkeypatch: pytest
     saved: list[str] = []
     found = gpu.STAGES[name].run(gpu_engine.SCALES["cpu"], lambda so_far: saved.append(json.dumps(so_far)))
     assert [row["kernel"] for row in found["rows"]] == list(CASES)
-    assert [len(json.loads(text)["rows"]) for text in saved[: len(CASES)]] == [*range(1, len(CASES) + 1)]
+    rows = [json.loads(text)["rows"] for text in saved[: 2 * len(CASES)]]
+    assert [len(r) for r in rows] == [n for n in range(1, len(CASES) + 1) for _ in range(2)]
+    assert [gpu.UNDER_WAY in r[-1].get("failed", "") for r in rows] == [True, False] * len(CASES)
     assert gpu.whole(found), found
     report = gpu.report({name: found | {"took_s": 1.0}})
     assert all(f"| {kernel} |" in report for kernel in CASES)
@@ -337,6 +358,112 @@ def test_every_kernels_row_is_saved_as_it_is_made(name: str, monkeypatch: pytest
         assert {row["timed_in"] for row in found["rows"]} == {"rehearsed"}
     else:
         assert found["same_in_any_batch"].keys() == {"paged_attention", "int8_matmul", "add_rms_norm", "sampling"}
+
+
+def test_a_row_that_leaves_the_device_unusable_ends_its_process_and_the_next_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel's access out of bounds is the answer to all that a process asks of CUDA from then on."""
+    monkeypatch.setattr(gpu, "_usable", lambda: False)
+    tried: list[tuple[str, dict[str, Any]]] = [("a", {}), ("b", {"batch": 3}), ("c", {})]
+    found: dict[str, Any] = {}
+    ran: list[str] = []
+
+    def one(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+        ran.append(name)
+        if name == "b":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return {"kernel": name, "ok": True}
+
+    with pytest.raises(SystemExit, match="answers no more"):
+        list(gpu._each(tried, one, found))
+    found = json.loads(json.dumps(found))
+    assert ran == ["a", "b"]
+    list(gpu._each(tried, one, found))
+    assert ran == ["a", "b", "c"]
+    said = "b {'batch': 3}: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert [row.get("failed", "") for row in found["rows"]] == ["", said, ""]
+    assert not gpu.whole(found)
+
+
+def test_a_row_that_kills_its_process_is_blamed_and_the_others_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows, of which the second is a segmentation fault; that of a stage that cannot go on is its end."""
+    program = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from kernels import gpu
+place = Path(sys.argv[sys.argv.index("--result") + 1])
+found = gpu._result(place, "")
+def one(name, changes):
+    if name == "b":
+        print("about to fall", flush=True)
+        os.kill(os.getpid(), 11)
+    return {{"kernel": name, "ok": True}}
+for _ in gpu._each([("a", {{}}), ("b", {{}}), ("c", {{}})], one, found):
+    gpu.save(place, found)
+"""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}{program}")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    place = tmp_path / "result.json"
+    end = time.monotonic() + 120
+    assert gpu._in_processes("kernels", True, end, place, str(tmp_path)) == ""
+    rows = gpu._result(place, "")["rows"]
+    blamed = "b {}: its process ended before it did: exit code -11: about to fall\n"
+    assert [row.get("failed") for row in rows] == [None, blamed, None]
+    place.unlink()
+    assert gpu._in_processes("ceilings", True, end, place, str(tmp_path)).startswith("exit code -11")
+    assert len(gpu._result(place, "")["rows"]) == 2
+    assert gpu._in_processes("kernels", True, time.monotonic(), place, str(tmp_path)) == "no time left"
+
+
+def test_a_load_or_a_way_of_batching_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def server(scale: gpu_engine.Scale, model: Path, more: list[str]) -> Iterator[str]:
+        if "dynamic" in more:
+            raise RuntimeError("the engine did not start: no\nmore")
+        yield "url"
+
+    def load(scale: gpu_engine.Scale, url: str, concurrency: str) -> list[dict[str, Any]]:
+        if concurrency == "1":
+            raise RuntimeError("llm-bench run exited with 1")
+        return [{"load": f"c={concurrency}", "state": "stationary", "tpot_p50": None}]
+
+    monkeypatch.setattr(gpu_engine, "_model", lambda scale: nullcontext(Path()))
+    monkeypatch.setattr(gpu_engine, "_server", server)
+    monkeypatch.setattr(gpu_engine, "_load", load)
+    scale = gpu_engine.SCALES["cpu"]
+    found = {"engine": gpu_engine.engine(scale, lambda so_far: None)}
+    found["batching"] = gpu_engine.batching(scale, lambda so_far: None)
+    assert [row.get("ok", True) for row in found["engine"]["cells"]] == [False, True]
+    assert [found["batching"][way][0].get("ok", True) for way in gpu_engine.BATCHING] == [True, False, True]
+    assert not any(gpu.whole(result) for result in found.values())
+    written = gpu.report({name: result | {"took_s": 1.0} for name, result in found.items()})
+    assert "| c=1 failed: RuntimeError: llm-bench run exited with 1 |" in written
+    assert "| dynamic, c=4 failed: RuntimeError: the engine did not start: no |" in written
+    assert "| static, c=4 |" in written
+
+
+def test_a_slow_call_is_timed_fewer_times() -> None:
+    card = bench.rehearsal()._replace(stopwatch=lambda: lambda: 0.4e6, warm=3, replays=20)
+    assert bench._time([lambda: None] * 2, card) == Timing(0.2e6, 0.2e6, 0.2e6, 2, "rehearsed", 3)
+    card = card._replace(stopwatch=lambda: lambda: 10.0)
+    assert bench._time([lambda: None], card).replays == 20
+
+
+def test_what_the_engine_wants_is_asked_for_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.missing() == []
+    monkeypatch.setattr(gpu, "NEEDED", ("json", "no_such_module"))
+    monkeypatch.setattr(gpu, "run", lambda *of: 0)
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    said = "kernels.gpu: not installed: no_such_module; answers, engine and batching will fail"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_each_way_of_batching_is_saved_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +516,7 @@ def test_one_wrong_row_makes_a_stage_not_whole() -> None:
     for broken in (
         right | {"rows": [right["rows"][0] | {"ok": False}]},  # type: ignore[index]
         right | {"same_in_any_batch": {"k": False}},
-        right | {"rows": [gpu._kept(lambda: 1 // 0)]},  # type: ignore[arg-type, return-value]
+        right | {"rows": [bench.kept(lambda: 1 // 0)]},  # type: ignore[arg-type, return-value]
         {"failed": "exit code 1: no", "took_s": 1.0},
     ):
         assert not gpu.whole(broken)
