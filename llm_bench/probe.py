@@ -16,22 +16,20 @@ from llm_bench import (
     pins,
     probe_events,
     probe_management,
+    probe_models,
     probe_prompts,
-    statuses,
     talk,
     targets,
 )
 from llm_bench.bodies import Ask, Asked
 from llm_bench.dialects import DIALECTS
 from llm_bench.errors import TargetError
-from llm_bench.exchange import COMPLETE, Exchange, Timeouts
+from llm_bench.exchange import Exchange, Timeouts
 from llm_bench.http1 import is_web_page
 from llm_bench.printable import clean
 from llm_bench.probe_prompts import Prompts
 from llm_bench.prompts import Sizer
-from llm_bench.protocol import json_of, path_for
 from llm_bench.request import Request
-from llm_bench.statuses import Said
 from llm_bench.targets import Target
 
 Say = Callable[[str], None]
@@ -41,9 +39,7 @@ _FIRST_TOKENS = 16  # of the first answer, which only shows what is taken: OpenA
 RTT_PROBES, RTT_LEAST = 20, 5
 RTT_LONGEST_S = 5.0  # all of them together: a round trip is no reason to keep anyone waiting
 RTT_SHORTLY_S = 0.1  # before a run; then RTT_LEAST do
-PAGE_S = 10.0  # for a page about a model
 MODELS_KEPT = 50  # names in a record's header
-SETTLE_S = 10.0  # for a target to let go of what we have cut
 _DEFAULT = Timeouts()
 # What compared targets are asked: their tokenizers show in what these cost, their weights in the answers.
 AGREEMENT = (
@@ -54,7 +50,6 @@ AGREEMENT = (
     "Translate to French: good morning.",
 )
 AGREED_TOKENS = 16  # of each: where two builds part, they mostly do so early
-_STARTING = (502, 503, 504)  # what a server, or a gateway before it, says while it is not up
 AFTERWARDS_S = 5.0  # a question when the load is over: who waits for a report waits for it too
 # Two texts without a common block: the second probe must not be answered from the first one's cache.
 _QUESTIONS = ("Answer with one word: is water wet?", "Is fire hot? Say it in a single word.")
@@ -194,7 +189,7 @@ def _replica(
     target: Target, ready_s: float, timeouts: Timeouts, say: Say
 ) -> tuple[list[str], int | None, Mapping[str, str]]:
     with talk.client_of(target, timeouts) as client:
-        models, max_len, _ = _models(client, target, ready_s, say)
+        models, max_len, _ = probe_models.listed(client, target, ready_s, say)
         return models, max_len, pins.told(client, target)
 
 
@@ -206,7 +201,7 @@ def _probe(
         say(line)
     row = target.dialect
     with talk.client_of(target, timeouts) as client:
-        models, max_len, seen = _models(client, target, ready_s, say)
+        models, max_len, seen = probe_models.listed(client, target, ready_s, say)
         limit = target.max_model_len or max_len
         managed = probe_management.ask(target, say, ready_s, timeouts, notes)
         models = models or list(managed.models)
@@ -224,7 +219,7 @@ def _probe(
         rtt_ms, connect_ms, rtt_probes = trip.result()  # over before anything is generated, which would stretch it
         pins.check(target, told)
         say(f"{target.name}: probing {model or target.api}")
-        extra = _described(client, target, model, models)
+        extra = probe_models.described(client, target, model, models)
         wanted = Ask(model, stream=stream and row.comes.streams, extra=extra)
         ask, question, first, exchange = _ladder(client, target, wanted, models, timeouts, notes)
         want = row.takes.asked(question, ask)
@@ -311,104 +306,6 @@ def _agreed(greedy: Sequence[answer.Answer]) -> dict[str, Any]:
     hashes = [hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest() for text in texts]
     known: dict[str, Any] = {"agreement": hashes, "answers": texts} if texts and all(texts) else {}
     return known | ({"agreement_tokens": costs} if costs and min(costs) >= 0 else {})
-
-
-# Gauges of requests at work, of servers that tell: vLLM and the bundled engine, llama.cpp, TGI, SGLang.
-_RUNNING = (
-    "vllm:num_requests_running",
-    "llamacpp:requests_processing",
-    "tgi_batch_current_size",
-    "sglang:num_running_reqs",
-)
-
-
-def settle(target: Target, say: Say, limit_s: float = SETTLE_S) -> None:
-    """Wait until the target has let go of the requests we have cut, or say that this could not be checked.
-
-    What it still computes for nobody would slow the next cell.
-    """
-    with talk.client_of(target, _DEFAULT) as client:
-        for url in (f"{targets.root_of(url)}/metrics" for url in target.urls):
-            deadline_s = time.monotonic() + limit_s
-            while (running := _running(client, url)) and time.monotonic() < deadline_s:
-                time.sleep(0.1)
-            if running is None:
-                say(f"{target.name}: whether it still works on requests that were cut could not be checked ({url})")
-            elif running:
-                say(f"{target.name}: after {limit_s:g} s it still works on {running:g} requests that were cut")
-
-
-def _running(client: httpx.Client, url: str) -> float | None:
-    """Requests that a server says it works on; None where it does not say."""
-    try:
-        status, body = talk.page(client, "GET", url, 5.0)
-        lines = body.decode(errors="replace").splitlines() if status == 200 else []
-        found = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(_RUNNING)]
-        return sum(map(float, found)) if found else None
-    except (httpx.HTTPError, ValueError, IndexError):
-        return None
-
-
-def _models(client: httpx.Client, target: Target, ready_s: float, say: Say) -> tuple[list[str], int | None, Said]:
-    """Model names, the context limit where the server says it, and the answer that said so.
-
-    Waits for a server that is still starting.
-    """
-    deadline_s, waited = time.monotonic() + ready_s, False
-    method, address = targets.asked_first(target, target.url)
-    while True:
-        try:
-            said_so = talk.whole_page(client, method, address, max(deadline_s - time.monotonic(), 0.1))
-            if said_so.status not in _STARTING:
-                break
-            why = statuses.listed(target, said_so)
-        except httpx.HTTPError as e:
-            if said := mistaken.of_tls(target, e):
-                raise TargetError(said) from None
-            why = f"{type(e).__name__}: {e}"
-            if isinstance(e, httpx.RemoteProtocolError) and "illegal" in why:  # no start-up ends in HTTP/1.1 from here
-                raise TargetError(
-                    f"target {target.name}: {target.url} answers, but not in HTTP/1.1 ({e}); a gRPC server is asked "
-                    "with --api kserve-grpc"
-                ) from None
-        if time.monotonic() >= deadline_s:
-            through = f" through the proxy {target.by_proxy()}" if target.by_proxy() else ""
-            raise TargetError(
-                f"target {target.name}: {target.url}{through} is not ready after {ready_s:g} s ({why}); "
-                f"start the server or correct the URL; --ready-timeout waits longer{mistaken.of_close(target, why)}"
-            )
-        if not waited:
-            say(f"waiting for {target.name} at {target.url}, up to {ready_s:g} s ({why})")
-            waited = True
-        time.sleep(min(0.5, max(deadline_s - time.monotonic(), 0)))
-    status, _, body = said_so
-    if mistaken.wants_key(status, body):
-        raise TargetError(mistaken.of_key(target, address, said_so))
-    if said := mistaken.of_page(target, body):
-        raise TargetError(said)
-    rows = DIALECTS[target.api].site.listed(body) if status // 100 == 2 else []
-    limits = [row.limit for row in rows if not target.model or row.model == target.model]
-    return [row.model for row in rows], limits[0] if limits else None, said_so
-
-
-def _described(client: httpx.Client, target: Target, model: str, models: list[str]) -> Mapping[str, Any]:
-    """The target's `extra`, with what its server says of the model where bodies cannot be made without it."""
-    row = target.dialect
-    if row.site.described is None:
-        return target.extra
-    path, read = row.site.described
-    address = target.url + path_for(path, model)
-    try:
-        status, headers, body = talk.whole_page(client, "GET", address, PAGE_S)
-        return read(json_of(body) if status // 100 == 2 else {}, target.extra)
-    except httpx.HTTPError as e:
-        raise TargetError(f"target {target.name}: {address}: {type(e).__name__}: {e}") from None
-    except ValueError as e:
-        if status // 100 == 2 and not is_web_page(body):
-            raise TargetError(f"target {target.name}: {address}: {e}") from None
-    exchange = Exchange(status=status, ended=COMPLETE, headers=list(headers), pieces=[body] if body else [])
-    got = answer.read(exchange, row, streamed=False, asked_out=None, pinned=False)
-    raise TargetError(mistaken.of_answer(client, target, Ask(model), models, got, exchange, address))
 
 
 def _round_trip(target: Target, timeouts: Timeouts, longest_s: float) -> tuple[float | None, float | None, int]:

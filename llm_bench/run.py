@@ -23,6 +23,7 @@ from llm_bench import (
     scrape,
     scrape_machine,
     selection,
+    settling,
     shards,
     targets,
     ticks,
@@ -272,7 +273,7 @@ def one(
 def settle(end: Mapping[str, Any], target: Target, say: Say) -> None:
     """After a cell that cut requests. Last of all: whoever interrupts a run does not wait for its target."""
     if end["cut"] or end["counts"]["cancelled"]:
-        probe.settle(target, say)
+        settling.settle(target, say)
 
 
 def _check_arms(job: Job, options: Options) -> None:

@@ -16,11 +16,13 @@ dialect_responses dialect_sglang dialect_tgi dialect_triton dialect_http grpc_fr
 dialect_pooling kserve_tensors dialect_kserve dialect_kserve_grpc dialects plain answer null_target host
 calibration proxy prometheus server_names server_metrics scrape_machine target credentials targets
 grpc_wire grpc_talk statuses talk
-mistaken pins probe_management probe_prompts probe_events probe scrape plan arms shapes columns records retry
+mistaken pins probe_management probe_prompts probe_events probe_models probe settling scrape plan
+arms shapes columns records retry
 arrivals connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order measure
 book run windows series outcomes slo metrics decompose energy objectives identities sending facts client
 evidence diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
-diagnose_replicas diagnose_failures diagnose same_work host_checks doubts as_tools interference results
+diagnose_replicas diagnose_failures diagnose same_work host_checks sample_checks work_checks doubts
+as_tools interference results
 repeats recovery recovery_words words timeline svg definitions grid terminal_report markdown export
 parquet charts html_facts html_tables html_report report rules gate pairing gate_report equal_arms
 compare history trend diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask
@@ -34,7 +36,8 @@ search_backlog diagnose_client diagnose_memory diagnose_queue diagnose_server di
 diagnose_replicas decompose evidence diagnose arms repeats svg definitions grid search capacity_ask
 carried knobs kv_plan http1 stats steady pairs changes request ticks prefixes fields captured agentic
 formats containers trace workload doctor trace_report fit synth servegen goodness anonymise mix
-selection prompts bodies dialects answer plan windows series slo metrics objectives doubts shapes
+selection prompts bodies dialects answer plan windows series slo metrics objectives sample_checks
+work_checks doubts shapes
 columns outcomes identities sending facts client same_work as_tools timeline charts rules gate compare
 history kv_cache curves capacity batch_window accelerators sheet arrange law framing protocol
 dialect_openai dialect_responses dialect_tgi dialect_triton dialect_sglang dialect_llamacpp

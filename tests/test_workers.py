@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_bench import calibration, clock, probe, records, results, selfcheck, shards, targets
+from llm_bench import calibration, clock, probe, records, results, selfcheck, settling, shards, targets
 from llm_bench.beside import TICK_S
 from llm_bench.cell import Cell, Options
 from llm_bench.measure import announcement, crew, measure
@@ -446,7 +446,7 @@ def _telling(running: list[float]):
 def test_the_next_cell_waits_until_the_target_has_let_go_of_what_was_cut(tmp_path, monkeypatch, running, said):
     with Scripted(_telling(running)) as server:
         texts: list[str] = []
-        probe.settle(targets.Target("t", server.url), texts.append, limit_s=2.5 if said else 60.0)
+        settling.settle(targets.Target("t", server.url), texts.append, limit_s=2.5 if said else 60.0)
         looks = sum(s.path == "/metrics" for s in server.requests)
     assert looks >= 3
     assert said in "".join(texts)
