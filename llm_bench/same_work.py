@@ -10,7 +10,7 @@ import numpy as np
 from llm_bench import metrics, windows
 from llm_bench.columns import Cell
 from llm_bench.protocol import same_build
-from llm_bench.series import outcome_in, single_pass
+from llm_bench.series import exactly_counted, outcome_in, single_pass
 
 MAX_TOKENS_OFF = 0.02  # a request, prompt or answer; tokens a word of the probe's text
 MAX_BYTES_OFF, MAX_HEAD_OFF = 0.1, 64  # of a request; bytes that names of hosts and models may be apart
@@ -185,7 +185,7 @@ def _a_request(a: Side, b: Side, field: str, name: str) -> str:
         counts = side.cell[field][rows]
         counted = counts > 0
         if field == "tokens_out":
-            counted &= ~side.cell.among("tokens_out_from", "events")[rows]
+            counted &= (exactly_counted(side.cell) | ~side.cell.among("tokens_out_from", "events"))[rows]
         if not counted.any():
             return ""
         means.append(float(counts[counted].mean()))

@@ -99,6 +99,16 @@ def outcome_in(cell: Cell, *outcomes: str) -> np.ndarray:
     return cell.among("outcome", *outcomes)
 
 
+def exactly_counted(cell: Cell) -> np.ndarray:
+    """Mask of the answers whose `tokens_out` is no estimate: the server's usage, or what it said of every event."""
+    exact = cell.among("tokens_out_from", "usage")
+    if cell.among("tokens_out_from", "events").any():
+        for piece in cell.pieces():
+            if piece.tokens is not None:
+                exact[piece.rows] |= row_sums(piece.offsets, piece.tokens) == cell["tokens_out"][piece.rows]
+    return np.asarray(exact & (cell["tokens_out"] > 0))
+
+
 SINGLE_PASS = "single pass: one answer, no tokens streamed"
 
 

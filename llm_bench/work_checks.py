@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llm_bench import windows
+from llm_bench import printable, windows
 from llm_bench.columns import Cell
 from llm_bench.facts import EITHER_WAY, TOO_HIGH, TOO_LOW, Facts, Finding
 from llm_bench.metrics import WHOLE, Value
 from llm_bench.same_work import MAX_TOKENS_OFF
-from llm_bench.series import NOTHING, ONE_STAMP, SERIES, outcome_in, single_pass
+from llm_bench.series import NOTHING, ONE_STAMP, SERIES, exactly_counted, outcome_in, single_pass
 
 MAX_CACHED_SHARE = 0.01
 MAX_OVER_PLAN = 0.1  # of the prompt tokens: a target's template and its count of tokens are not the plan's
@@ -19,7 +19,8 @@ MAX_REPEATED = 0.01  # of the prompts: traces have a few of one word, which can 
 
 
 def _delivered(f: Facts) -> Finding | None:
-    rows = f.ok & (f.cell["asked_out"] > 0) & (f.cell["tokens_out"] >= 0) & ~f.cell.among("tokens_out_from", "events")
+    rows = f.ok & (f.cell["asked_out"] > 0) & (f.cell["tokens_out"] >= 0)
+    rows &= exactly_counted(f.cell) | ~f.cell.among("tokens_out_from", "events")
     asked, got = int((f.cell["asked_out"] * f.cell.choices)[rows].sum()), int(f.cell["tokens_out"][rows].sum())
     if not asked or abs(got / asked - 1) <= MAX_TOKENS_OFF:
         return None
@@ -32,10 +33,27 @@ def _delivered(f: Facts) -> Finding | None:
 
 
 def _not_pinned(f: Facts) -> Finding | None:
-    if f.header("probe").get("lengths_pinned", True) or not (f.ok & (f.cell["asked_out"] > 0)).any():
+    """Lengths as they came to be, where the target could not be made to keep them: as asked, they leave no doubt."""
+    rows = f.ok & (f.cell["asked_out"] > 0)
+    if f.header("probe").get("lengths_pinned", True) or not rows.any():
         return None
-    found = "the target may end answers where it likes: other targets may be doing other work"
-    return Finding(found, TOO_LOW, "Compare tokens/s")
+    known, many = rows & exactly_counted(f.cell), int(rows.sum())
+    off = (f.cell["tokens_out"] - f.cell["asked_out"] * f.cell.choices)[known]
+    apart, unknown = np.abs(off[off != 0]), many - int(known.sum())
+    found = []
+    if len(apart):
+        found.append(
+            f"{len(apart)} of {many} answers ({100 * len(apart) / many:.3g}%) have another length than asked, "
+            f"by {printable.counted(f'{np.median(apart):g}', 'token')} in the median and {apart.max()} at worst"
+        )
+    if unknown:
+        found.append(f"of {unknown} of {many} answers the length is unknown, and the target ends them where it likes")
+    effect = EITHER_WAY if off.sum() == 0 else TOO_LOW if off.sum() < 0 else TOO_HIGH
+    if not found:
+        return None
+    if not len(apart):
+        return Finding(found[0], TOO_LOW, "Let it send usage")
+    return Finding("; ".join(found), effect, "Compare tokens/s")
 
 
 def _prompt_tokens(f: Facts) -> Finding | None:

@@ -81,6 +81,7 @@ def slow_start(slow: int) -> Cell:
 LATE = [record(i, 100 * i, sent=100 * i + 12, ready_ns=ns(100 * i), events=[100 * i + 99]) for i in range(50)]
 TWIN = [record(i, 10 * i, events=[10 * i + 5], prompt_hash=77 + i // 2) for i in range(50)]
 PROBE = header()["probe"]
+UNPINNED = {"probe": PROBE | {"lengths_pinned": False}}
 
 FAULTS = {
     "start_ns": ns(0),
@@ -140,7 +141,10 @@ TROUBLE = {
     ),
     "host not calibrated": (lambda: found(requests(), hosts=[HOST | {"calibrated": False}]), "worker 1 (west)"),
     "delivered tokens": (lambda: found(requests(asked_out=6)), "500 of 600 asked (83.3%)"),
-    "lengths not pinned": (lambda: found(requests(head={"probe": PROBE | {"lengths_pinned": False}})), "may end"),
+    "lengths not pinned": (
+        lambda: found(requests(asked_out=7, head=UNPINNED)),
+        "100 of 100 answers (100%) have another length than asked, by 2 tokens in the median and 2 at worst",
+    ),
     "prompt tokens": (lambda: found(requests(tokens_in=107)), "(+7.0%)"),
     "planned prompt tokens": (lambda: found(requests(tokens_in=-1)), "no prompt tokens for 100 of 100"),
     "repeated prompts": (lambda: found(cell(TWIN, load=OPEN)), "25 within the cell"),
@@ -433,10 +437,61 @@ def test_turns_that_were_not_sent_when_the_duration_was_over_say_so() -> None:
     assert "duration" not in found(requests(), turns_not_sent=7, reason="exhausted")["turns not sent"]
 
 
+def lengths(*answers: tuple[int, str], pinned: bool = False, **fields: Any) -> tuple[str, str]:
+    """(evidence, effect) of "lengths not pinned" where five tokens were asked and (tokens, counted by whom) came."""
+    rows = [
+        record(i, 100 * i, events=[100 * i + 50, 100 * i + 60], asked_out=5, tokens_out=n, tokens_out_from=by, **fields)
+        for i, (n, by) in enumerate(answers)
+    ]
+    got = raised(cell(rows, load=OPEN, probe=PROBE | {"lengths_pinned": pinned}))
+    return next(((d.text, d.effect) for d in got if d.kind == "lengths not pinned"), ("", ""))
+
+
+EXACT = {"event_tokens": [2, 3]}
+UNKNOWN = "of {} of {} answers the length is unknown, and the target ends them where it likes"
+OFF = "{} of {} answers ({}) have another length than asked, by {} in the median and {} at worst"
+
+
+@pytest.mark.parametrize(("answers", "fields", "said"), [
+    ([(5, "usage")] * 8, {}, ("", "")),
+    ([(10, "usage")] * 8, {"choices": 2}, ("", "")),  # five of each
+    ([(5, "events")] * 8, EXACT, ("", "")),  # every event says its tokens
+    ([(5, "usage")] * 6 + [(4, "usage"), (2, "usage")], {}, (OFF.format(2, 8, "25%", "2 tokens", 3), "too low")),
+    ([(5, "usage")] * 7 + [(9, "usage")], {}, (OFF.format(1, 8, "12.5%", "4 tokens", 4), "too high")),
+    ([(4, "usage"), (6, "usage")] * 4, {}, (OFF.format(8, 8, "100%", "1 token", 1), "either way")),
+    ([(5, "events")] * 8, {}, (UNKNOWN.format(8, 8), "too low")),  # as many events as tokens, by luck
+    ([(5, "tokenizer")] * 8, {}, (UNKNOWN.format(8, 8), "too low")),  # an end token has no text
+    ([(5, "events")] * 8, {"event_tokens": [2, 0]}, (UNKNOWN.format(8, 8), "too low")),
+    ([(-1, "")] * 8, {}, (UNKNOWN.format(8, 8), "too low")),
+    ([(5, "usage")] * 6 + [(5, "events")] * 2, {}, (UNKNOWN.format(2, 8), "too low")),
+    (
+        [(5, "usage")] * 5 + [(3, "usage")] + [(5, "events")] * 2, {},
+        (f"{OFF.format(1, 8, '12.5%', '2 tokens', 2)}; {UNKNOWN.format(2, 8)}", "too low"),
+    ),
+])  # fmt: skip
+def test_lengths_that_could_not_be_pinned_are_doubted_only_as_far_as_they_came_otherwise_or_are_unknown(
+    answers: list[tuple[int, str]], fields: dict[str, Any], said: tuple[str, str]
+) -> None:
+    assert lengths(*answers, **fields) == said
+    assert lengths(*answers, pinned=True, **fields) == ("", "")
+
+
+def test_answers_that_were_asked_for_no_length_and_such_as_failed_say_nothing_of_lengths() -> None:
+    assert "lengths not pinned" not in found(requests(asked_out=-1, head=UNPINNED))
+    rows = [record(i, 100 * i, events=[100 * i + 50], asked_out=1) for i in range(8)]
+    rows += [record(8, 800, outcome="failed", asked_out=5, tokens_out=3), record(9, 900, outcome="cut_at_end")]
+    assert "lengths not pinned" not in found(cell(rows, load=OPEN, **UNPINNED))
+
+
 def test_a_usage_above_what_was_asked_is_not_put_down_to_early_ends() -> None:
-    probe = {"probe": PROBE | {"lengths_pinned": False}}
-    assert "ends answers itself" in found(requests(asked_out=6, head=probe))["delivered tokens"]
-    assert "its usage counts more than the answer" in found(requests(asked_out=4, head=probe))["delivered tokens"]
+    assert "ends answers itself" in found(requests(asked_out=6, head=UNPINNED))["delivered tokens"]
+    assert "its usage counts more than the answer" in found(requests(asked_out=4, head=UNPINNED))["delivered tokens"]
+
+
+def test_delivered_tokens_are_counted_where_every_event_says_its_own() -> None:
+    said = {"tokens_out_from": "events", "asked_out": 6}
+    assert "delivered tokens" not in found(requests(**said))
+    assert found(requests(event_tokens=[1] * 5, **said))["delivered tokens"].startswith("500 of 600 asked (83.3%)")
 
 
 @pytest.mark.parametrize(("said", "counted", "doubted"), [

@@ -112,20 +112,26 @@ def test_without_usage_tokens_are_events_and_labelled_an_estimate(tmp_path):
     assert any("estimate" in label for label in ran.cell()["metrics"]["tokens_per_second"]["labels"])
 
 
-def test_a_server_that_refuses_unknown_fields_is_asked_without_them_and_lengths_are_not_pinned(tmp_path):
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_a_server_that_refuses_unknown_fields_is_asked_without_them_and_its_lengths_are_seen_from_what_came(
+    tmp_path, ends_itself
+):
     def answer(number, seen):
         if seen.method == "GET":
             return [(0, http_response(200, b'{"data": [{"id": "m"}]}'))]
-        if "ignore_eos" in seen.json():
+        body = seen.json()
+        if "ignore_eos" in body:
             return [(0, http_response(422, b'{"detail": [{"msg": "extra fields not permitted"}]}'))]
-        return good(seen)
+        return good(seen._replace(body=json.dumps(body | {"max_tokens": body["max_tokens"] - ends_itself}).encode()))
 
     with Scripted(answer) as server:
         ran = bench(server.url, tmp_path, trace_file(tmp_path, rows(8)), "--concurrency", "1")
     assert ran.rc == 0
     assert (ran.records()["outcome"] == "ok").all()  # the refused probe is no measured request
     assert "lengths are not pinned" in ran.err
-    assert "lengths not pinned" in {d["kind"] for d in ran.cell()["doubts"]}
+    doubted = [d["text"] for d in ran.cell()["doubts"] if d["kind"] == "lengths not pinned"]
+    assert all("have another length than asked, by 1 token in" in text for text in doubted)
+    assert bool(doubted) is ends_itself  # where all came as asked nothing is in doubt
 
 
 def test_a_kept_alive_socket_that_the_server_closes_is_a_reconnect_and_no_error(tmp_path):

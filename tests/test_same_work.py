@@ -68,6 +68,16 @@ def test_what_only_one_side_says_is_no_difference() -> None:
     assert between(finish_reason="") == {}
 
 
+def test_lengths_are_compared_as_they_were_measured_whatever_a_probe_found_of_pinning() -> None:
+    unpinned = {"probe": {"lengths_pinned": False}}
+    assert between(**unpinned) == {}
+    said = "delivered tokens a request 5 at a, 4 at b (-20.0%)"
+    assert between(tokens_out=4, **unpinned) == {"delivered tokens": said}
+    by_events = {"tokens_out": 4, "tokens_out_from": "events"}
+    assert between(**by_events, **unpinned) == {}  # an estimate
+    assert between(event_tokens=[1, 1, 1, 1, 0], **by_events, **unpinned) == {"delivered tokens": said}
+
+
 @pytest.mark.parametrize(
     ("fields", "differs"),
     [
