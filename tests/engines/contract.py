@@ -24,7 +24,7 @@ from tests.engines.serve import Spoken
 from tests.engines.served import lm
 
 TOKENS, MANY = 12, 8
-LONG = 48  # tokens of a stream that a busy machine cannot bring in one read
+LONG = 48  # tokens of a stream that comes in several reads, but where the machine is busy
 PROMPT = "the tide is low at noon and the boats lie on the sand"
 LIMITS = Timeouts(ttft_s=60.0, stall_s=60.0, total_s=120.0)
 LOAD_LIMIT_S = 300
@@ -90,20 +90,28 @@ def answers(site: Site, request: Request, **how: Any) -> tuple[answer.Answer, Ex
 
 
 def a_stream_is_read_token_by_token(site: Site) -> None:
+    """Where others have the processors, a server's front end may hand a whole short answer over at once: as any reader
+    sees, and no fault of ours. A long one outlasts that.
+    """
     if not DIALECTS[site.spoken.api].comes.streams:
         return
-    got, seen = answers(site, asking(LONG))
+    assert any(_comes_in_parts(site, tokens) for tokens in (LONG, site.spoken.lasts))
+
+
+def _comes_in_parts(site: Site, tokens: int) -> bool:
+    got, seen = answers(site, asking(tokens))
     assert (got.outcome, got.error, got.labels) == ("ok", "", [])
     assert got.finish_reason in (site.spoken.finish, "stop")
     assert got.text
     assert got.tokens_out_from == ("usage" if site.spoken.counts else "events")
     assert (got.tokens_in > 0) == site.spoken.counts
     if site.spoken.pins:
-        assert (got.tokens_out, got.finish_reason) == (LONG, site.spoken.finish)
-        assert len(got.event_ns) <= LONG  # a token may be half a character
+        assert (got.tokens_out, got.finish_reason) == (tokens, site.spoken.finish)
+        assert len(got.event_ns) <= tokens  # a token may be half a character
+    assert len(got.event_ns) > 1
     assert seen.sent_ns < seen.first_token_ns == got.event_ns[0]
     assert all(b >= a for a, b in itertools.pairwise(got.event_ns))
-    assert got.event_ns[-1] > got.event_ns[0]  # it has come as a stream
+    return got.event_ns[-1] > got.event_ns[0]
 
 
 def a_whole_answer_is_ok_and_has_no_stamps(site: Site) -> None:
