@@ -138,6 +138,7 @@ class Words(NamedTuple):
     pins: tuple[str, ...] = ()  # of PINS, those that it has
     stream: bool = True  # the body says whether the answer is streamed
     model: bool = True  # the body names the model
+    as_text: bool = False  # the section may be given as a text that is JSON, and then stands as it is
 
 
 SAME = {word: word for word in ("temperature", "top_p", "top_k", "seed", "stop")}  # words that most have taken over
@@ -167,6 +168,8 @@ def body_in(words: Words, what: JsonObject, request: Request, ask: Ask) -> JsonO
                 section[word] = value
         elif isinstance(value, Mapping) and isinstance(body.get(word), dict):
             body[word] |= value
+        elif isinstance(body.get(word), dict) and not (words.as_text and isinstance(value, str)):
+            raise BenchError(f"line {request.line}: extra.{word} is of type {type(value).__name__}, expected a table")
         else:
             body[word] = value
     return body

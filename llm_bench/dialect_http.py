@@ -14,7 +14,7 @@ Without `text` an answer that comes whole is a single pass. The template is jinj
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ def check(table: Mapping[str, Any]) -> None:
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
             raise ValueError(f"unknown key {key!r}{f', {near[0]!r} is near' if near else ''}; known: {', '.join(KEYS)}")
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{key} is no text, or an empty one; right: {KEYS[key]}")
     if "body" not in table:
         raise ValueError(f"it has no body, {KEYS['body']}, as {EXAMPLE['body']!r}")
@@ -138,8 +138,18 @@ def _try(template: str) -> None:
 class _Any(dict[str, Any]):
     """What a template may ask of `extra` while it is tried."""
 
-    def __missing__(self, key: str) -> int:
-        return 1
+    def __missing__(self, key: str) -> "_Part":
+        return _Part(1)
+
+
+class _Part(int):
+    """A value of `extra` that a target or a trace may give: a number, and as a table or a list it has such parts."""
+
+    def __getitem__(self, key: object) -> "_Part":
+        return self
+
+    def __iter__(self) -> Iterator["_Part"]:
+        return iter((self,))
 
 
 def compiled(template: str) -> tuple[Render, frozenset[str]]:
@@ -153,7 +163,7 @@ def compiled(template: str) -> tuple[Render, frozenset[str]]:
         names = frozenset(meta.find_undeclared_variables(environment.parse(template))) - environment.globals.keys()
         made = environment.from_string(template)
     except TemplateError as e:
-        raise ValueError(f"body is no template: {e}") from None
+        raise ValueError(f"body is no template: {e.message}") from None
     if unknown := sorted(names - VALUES.keys()):
         raise ValueError(f"body names {', '.join(unknown)}; known: {', '.join(VALUES)}")
 
@@ -161,7 +171,8 @@ def compiled(template: str) -> tuple[Render, frozenset[str]]:
         try:
             return made.render(values)
         except Exception as e:  # noqa: BLE001 - a template is a program of the user's, and fails in any way
-            raise ValueError(f"body cannot be filled: {type(e).__name__}: {e}") from None
+            said = ": ".join(filter(None, [type(e).__name__, " ".join(str(e).split())]))
+            raise ValueError(f"body cannot be filled: {said}") from None
 
     return render, names
 

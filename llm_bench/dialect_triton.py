@@ -36,6 +36,7 @@ _VLLM = Words(
     "sampling_parameters",
     ("ignore_eos", "min_tokens"),
     model=False,
+    as_text=True,
 )
 # The ensemble is greedy unless told otherwise, and takes no temperature of 0.
 _TENSORRT = Words(

@@ -126,6 +126,10 @@ def _numbers(value: Value) -> list[int]:
 # ---- tensors
 
 
+# Where struct says nothing: it takes any value for a truth, "no" as well.
+_KINDS: dict[str, tuple[type, ...]] = {"BOOL": (int,), "BYTES": (str, bytes)}
+
+
 def tensor(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
     """Raises ValueError where the values are not of the datatype, or not as many as the shape says."""
     count = 1
@@ -136,11 +140,14 @@ def tensor(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]
     if datatype not in DATATYPES:
         raise ValueError(f"tensor {name}: datatype {datatype}; known: {', '.join(DATATYPES)}")
     letter = DATATYPES[datatype]
+    for value in values if datatype in _KINDS else ():
+        if not isinstance(value, _KINDS[datatype]):
+            raise ValueError(f"tensor {name}: a value of type {type(value).__name__} is not of datatype {datatype}")
     try:
         if letter:
             return Tensor(name, datatype, tuple(shape), struct.pack(f"<{len(values)}{letter}", *values))
         texts = [v if isinstance(v, bytes) else v.encode() for v in values]
-    except (struct.error, AttributeError, OverflowError, UnicodeEncodeError) as e:
+    except (struct.error, OverflowError, UnicodeEncodeError) as e:
         raise ValueError(f"tensor {name}: not of datatype {datatype}: {e}") from None
     return Tensor(name, datatype, tuple(shape), b"".join(struct.pack("<I", len(t)) + t for t in texts))
 

@@ -41,7 +41,9 @@ def described(page: JsonObject, extra: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(row, dict) and isinstance(row.get("name"), str) and {"datatype", "shape"} <= row.keys()
     }
     own = extra.get(TENSORS)
-    if isinstance(own, Mapping) and own:
+    if own is not None and not isinstance(own, Mapping):
+        raise ValueError(f"extra.{TENSORS} is of type {type(own).__name__}, expected a table; {_RIGHT}")
+    if own:
         tables = {name: about if isinstance(about, Mapping) else {"data": about} for name, about in own.items()}
         return {**extra, TENSORS: {name: {**listed.get(name, {}), **about} for name, about in tables.items()}}
     needed = {name: about for name, about in listed.items() if not about.get("optional")}
@@ -86,7 +88,7 @@ def _declared(request: Request, ask: Ask) -> dict[str, JsonObject]:
     for name, about in found.items():
         shape = about.get("shape")
         sound = isinstance(shape, list | tuple) and all(type(size) is int and size >= -1 for size in shape)
-        if about.get("datatype") not in DATATYPES or not sound:
+        if about.get("datatype") not in tuple(DATATYPES) or not sound:  # whatever stands there: a list has no hash
             raise _wrong(
                 request,
                 f"extra.{TENSORS}.{name} has datatype {about.get('datatype')!r} and shape {shape!r}; right: "

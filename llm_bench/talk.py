@@ -12,6 +12,7 @@ import httpx
 from llm_bench import answer, clock, targets
 from llm_bench.bodies import Ask
 from llm_bench.dialect_kserve import BODY_HEADERS, no_headers
+from llm_bench.errors import BenchError
 from llm_bench.exchange import (
     CLOSED,
     COMPLETE,
@@ -83,7 +84,10 @@ def ask(
     """One probe request, stamped as `wire` would."""
     dialect = target.dialect
     exchange = Exchange()
-    body = dialect.encode(request, ask)
+    try:
+        body = dialect.encode(request, ask)
+    except BenchError as e:  # no line of a trace: what cannot be said is the target's own
+        raise BenchError(f"target {target.name}: {str(e).removeprefix(f'line {request.line}: ')}") from None
     url = target.url + dialect.path_of(ask.model, ask.stream)
     exchange.sent_ns = clock.now_ns()
     last_ns = None if timeouts.total_s is None else exchange.sent_ns + round(timeouts.total_s * 1e9)

@@ -133,7 +133,9 @@ def test_a_template_is_a_strangers_program():
             r"filled with a prompt of quotes and line ends it is no JSON .* right: {{p",
         ),
         ({"body": '{"n": {{max_tokens}}'}, "is no JSON"),
-        ({"body": "{{prompt|nosuch}}"}, "body is no template: No filter named 'nosuch'"),
+        ({"body": "{{prompt|nosuch}}"}, r"body is no template: No filter named 'nosuch'\.$"),  # and no second line
+        ({"body": "{{'a' * 99999999999999}}"}, "body cannot be filled: (MemoryError|OverflowError)"),
+        ({"body": "  "}, "body is no text, or an empty one"),
     ],
 )
 def test_a_wrong_table_is_told_what_is_right(table, said):
@@ -141,7 +143,15 @@ def test_a_wrong_table_is_told_what_is_right(table, said):
         check(table)
 
 
-@pytest.mark.parametrize("table", [EXAMPLE, {"body": BODY}, {"body": "q={{prompt|urlencode}}"}, {"body": "{{prompt}}"}])
+NESTED = (
+    '{"p": {{prompt|tojson}}, "t": {{extra.sampling.top_p}}, "k": {{extra.options["k"][0]|tojson}}, '
+    '"s": [{% for word in extra.stop %}{{word|tojson}}{% endfor %}]}'
+)
+
+
+@pytest.mark.parametrize("table", [
+    EXAMPLE, {"body": BODY}, {"body": "q={{prompt|urlencode}}"}, {"body": "{{prompt}}"}, {"body": NESTED},
+])  # fmt: skip
 def test_a_right_table_is_taken(table):
     check(table)
     assert row(table).takes.prompt == ""

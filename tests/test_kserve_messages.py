@@ -126,7 +126,8 @@ def test_a_number_that_its_type_cannot_hold():
         ([1], "BF16", [1.0], "datatype BF16; known: BOOL"),
         ([1], "INT8", [300], "not of datatype INT8"),
         ([1], "FP32", ["x"], "not of datatype FP32"),
-        ([1], "BYTES", [5], "not of datatype BYTES"),
+        ([1], "BYTES", [5], "a value of type int is not of datatype BYTES"),
+        ([1], "BOOL", ["no"], "a value of type str is not of datatype BOOL"),
     ],
 )
 def test_a_tensor_that_cannot_be(shape, datatype, values, said):

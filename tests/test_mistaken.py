@@ -290,6 +290,37 @@ def test_a_server_that_has_nothing_at_any_address(name):
         assert "answers as" not in said
 
 
+@pytest.mark.parametrize(("name", "extra", "said"), [
+    ("tgi", {"parameters": 3}, "extra.parameters is of type int, expected a table"),
+    ("tgi", {"parameters": "{}"}, "extra.parameters is of type str, expected a table"),
+    ("sglang", {"sampling_params": [{"n": 2}]}, "extra.sampling_params is of type list, expected a table"),
+    ("triton-generate", {"sampling_parameters": 3}, "extra.sampling_parameters is of type int, expected a table"),
+    ("rerank", {"documents": 3}, "extra.documents is no list of documents"),
+    ("kserve-http", {"tensors": [1]}, "extra.tensors is of type list, expected a table"),
+    ("kserve-http", {"tensors": {"a": {"datatype": ["FP32"], "shape": [1]}}}, "extra.tensors.a has datatype ['FP32']"),
+    ("kserve-binary", {"tensors": {"a": {"datatype": "BYTES", "shape": [1], "data": [{"b": 1}]}}}, "tensor a: a value"),
+    ("http", {"documents": 3}, ""),  # its template takes what it names
+])  # fmt: skip
+def test_a_table_of_extra_that_no_request_can_be_made_of_names_the_target_and_no_line(name, extra, said):
+    with Scripted(serve(name)) as server:
+        if not said:
+            assert probe.probe(at(server, name, extra=extra), silent, 5.0).model == MODEL
+            return
+        with pytest.raises(BenchError) as caught:
+            probe.probe(at(server, name, extra=extra), silent, 5.0)
+        assert not [seen for seen in server.requests if seen.method == "POST" and "infer" in seen.path]
+    assert str(caught.value).startswith("target t: ")
+    assert said in str(caught.value)
+    assert "line 0" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_may_stand_where_triton_takes_one():
+    with Scripted(serve("triton-generate")) as server:
+        target = at(server, "triton-generate", extra={"sampling_parameters": '{"max_tokens": 4}'})
+        assert probe.probe(target, silent, 5.0).model == MODEL
+
+
 @every
 def test_a_run_ends_before_its_load_with_the_code_of_a_wrong_target(name, tmp_path, monkeypatch):
     """As the command: one sentence, no measured request, no record."""
