@@ -18,6 +18,8 @@ from reference_engine.sequence import SamplingParams, Sequence
 if TYPE_CHECKING:  # takes seconds to import
     import torch
 
+    from reference_engine import attention
+
 
 class Memory(NamedTuple):
     """Bytes, for the start-up line."""
@@ -45,17 +47,31 @@ def preliminary(config: EngineConfig) -> EngineConfig:
 
 def settle(config: EngineConfig, runner: ModelRunner) -> tuple[EngineConfig, Memory]:
     """The configuration with the pool's size found and the pool made; what memory went where. Raises ValueError."""
-    cache = runner.model.cache
-    block_bytes = cache.bytes() // cache.pages.num_blocks
-    workspace = workspace_bytes(config, runner) if config.memory_fraction else None
-    free = free_bytes(runner) - (workspace or 0)
+    on_cpu = runner.device.type == "cpu"
+    block_bytes = runner.kv_bytes // runner.model.cache.pages.num_blocks
+    if config.memory_fraction and on_cpu:
+        _fill(runner.model.cache)
+    free = free_bytes(runner)
     if not sized_later(config):  # the pool is there already; on a CPU the kernel gives its pages only when written
-        left = free - (runner.kv_bytes if runner.device.type == "cpu" else 0)
+        left = free - (runner.kv_bytes if on_cpu else 0)
         return config, Memory(runner.weights_bytes, None, block_bytes, runner.kv_bytes, left)
-    free += runner.kv_bytes if runner.device.type == "cuda" else 0  # of the preliminary pool
+    workspace = None
+    if config.memory_fraction:
+        workspace = workspace_bytes(config, runner)
+        # What a step took, a CPU's kernels (native.Scratch) and allocator keep for the next one: read after it, free
+        # lacks that already, and it would count twice. A GPU gives it back, but for what the driver loads late.
+        free = (free if on_cpu else free_bytes(runner)) - workspace
+    free += runner.kv_bytes if config.memory_fraction or not on_cpu else 0  # of the preliminary pool
     config = replace(config, num_blocks=blocks_in(config, block_bytes, free))
     resize(runner, config)
     return config, Memory(runner.weights_bytes, workspace, block_bytes, runner.kv_bytes, free - runner.kv_bytes)
+
+
+def _fill(cache: "attention.Cache") -> None:
+    """Have the kernel give all pages of a pool now, so that none is taken for a part of what a step takes."""
+    for part in (cache.pool, cache.scales):
+        if part is not None:
+            part.zero_()
 
 
 def blocks_in(config: EngineConfig, block_bytes: int, free: int) -> int:
