@@ -7,8 +7,8 @@ import math
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -18,33 +18,18 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from reference_engine import faults, kserve, openapi, pass_routes, scoring
+from reference_engine import faults, kserve, openapi, pass_routes, text_routes
 from reference_engine.admission import Refused
-from reference_engine.answer import FAILURES, Answer, Choice, Entry
-from reference_engine.engine import Engine, EngineDownError, out_of_memory
+from reference_engine.answer import Entry
+from reference_engine.engine import Engine, EngineDownError
 from reference_engine.faults import Fault
-from reference_engine.intake import CHARS_A_TOKEN as CHARS_A_TOKEN
-from reference_engine.intake import LONG_TEXT, body_of, own_id
-from reference_engine.intake import MAX_BODY_BYTES as MAX_BODY_BYTES
-from reference_engine.lora import Adapters, Loaded
-from reference_engine.openai_api import (
-    CHAT,
-    COMPLETION,
-    DEFAULT_MAX_TOKENS,
-    ApiError,
-    Ask,
-    Kind,
-    Shell,
-    error_body,
-    parse,
-    shown,
-    usage_of,
-)
-from reference_engine.reply import delay, error_response, json_response, outcome_of, reset, stream, whole
-from reference_engine.scheduler import TooLong
+from reference_engine.intake import MAX_BODY_BYTES, body_of, own_id
+from reference_engine.lora import Adapters
+from reference_engine.openai_api import CHAT, COMPLETION, ApiError, error_body, shown
+from reference_engine.reply import error_response, json_response, outcome_of, reset
 from reference_engine.single_pass import SinglePass
 from reference_engine.telemetry import REFUSED as REFUSED_REASONS
-from reference_engine.tokenizer import ChatError, Tokenizer
+from reference_engine.tokenizer import Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -73,7 +58,7 @@ class Server:
         self.allow_faults = allow_faults
         self.passes = SinglePass(engine)
         self.adapters = Adapters(engine, model, engine.config.lora_dir, engine.config.max_lora_rank)
-        self._scores = asyncio.Lock()  # a text that is scored has KV beside the pool: one at a time
+        self.scores = asyncio.Lock()  # a text that is scored has KV beside the pool: one at a time
         self._limited: WeakSet[asyncio.BaseTransport] = WeakSet()  # connections whose reader has a limit
         self.open = 0  # requests that are being answered
         self.drained_by_ns = 0  # when what is open will be cut off; 0: not draining
@@ -215,10 +200,6 @@ class Server:
         await self.engine.clear_faults()
         return await self.list_faults(request)
 
-    async def generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
-        entry = Entry(own_id(request) or uuid.uuid4().hex, self.engine.now_ns())
-        return await self.logged(request, entry, partial(self._answer, kind, request, entry))
-
     async def logged(
         self, request: web.Request, entry: Entry, answer: Callable[[dict[str, Fault]], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
@@ -248,69 +229,6 @@ class Server:
             if self.log:
                 self.log(entry.line(self.engine.now_ns()))
 
-    async def _answer(
-        self, kind: Kind, request: web.Request, entry: Entry, troubles: dict[str, Fault]
-    ) -> web.StreamResponse:
-        body = await body_of(request)
-        if kind is COMPLETION and scoring.is_scoring(body):
-            return await self._score(body, entry, troubles)
-        with self.adapters.used(body.get("model")) as adapter:
-            model = adapter.name if adapter else self.model
-            ask = parse(body, kind, model, self.vocab_size)
-            if ask.priority and self.engine.config.policy != "priority":
-                raise ApiError(
-                    400, f"priority needs the policy 'priority', this is {self.engine.config.policy!r}", "priority"
-                )
-            choices = self._choices(kind, ask, await self._tokens(ask), entry.received_ns, adapter)
-            shell = Shell(kind, entry.request_id, int(time.time()), model)
-            self.engine.check_queue()
-            entry.answer = answer = Answer(self.engine, kind, ask, shell, choices)
-            try:
-                answer.submit()
-                if not ask.stream:
-                    return await whole(answer, troubles)
-                if self.engine.faults:
-                    troubles |= faults.struck(self.engine.faults, "stream")
-                return await stream(answer, request, entry, troubles)
-            finally:
-                answer.close()
-
-    async def _score(self, body: dict[str, Any], entry: Entry, troubles: dict[str, Fault]) -> web.StreamResponse:
-        """The log probabilities of a prompt, a piece of it between two steps; who leaves ends it after that piece."""
-        self.engine.check_alive()
-        model = body.get("model")
-        if isinstance(model, str) and model in self.adapters.loaded:
-            raise ApiError(400, "echo: a LoRA adapter scores nothing; would be right: the model itself", "model")
-        ask = scoring.parse_scoring(body, self.model, self.vocab_size)
-        ids = await self._tokens(ask)
-        if len(ids) > self.engine.config.context:
-            text = f"the prompt has {len(ids)} tokens; would be right: at most {self.engine.config.context}"
-            raise ApiError(400, text, "prompt")
-        scored: list[scoring.Scored] = []
-        async with self._scores:
-            self.engine.check_alive()
-            runner = scoring.scorer(self.engine.runner)
-            if runner is None:
-                raise ApiError(400, f"echo: the model {self.model!r} is simulated and has no log probabilities", "echo")
-            try:
-                pieces = scoring.score(runner, ids, body["logprobs"])
-            except ValueError as error:
-                raise ApiError(400, str(error), "prompt") from error
-            while piece := await self.engine.ask(partial(_piece, pieces)):
-                scored += piece
-                if any(s.logprob is not None and not math.isfinite(s.logprob) for s in piece):
-                    raise FAILURES["nonfinite"](self.engine)
-        if piece is None:
-            self.engine.telemetry.failed_allocations += 1
-            raise Refused("oom", "memory did not suffice to score the prompt", self.engine.retry_after_s())
-        logprobs = await asyncio.to_thread(scoring.as_completion, self.tokenizer, scored)
-        text = ask.text or self.tokenizer.decode(ids)
-        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
-        entry.outcome = "length"
-        await delay(troubles)
-        shell = Shell(COMPLETION, entry.request_id, int(time.time()), self.model)
-        return json_response(200, shell.whole([choice], {"usage": usage_of(len(ids), 0, 0)}))
-
     def _http_error(self, status: str, request: web.Request, entry: Entry) -> web.StreamResponse:
         """A planted fault. Raises ApiError unless it is a reset."""
         entry.outcome = "fault"
@@ -319,53 +237,6 @@ class Server:
         if request.transport:
             reset(request.transport)
         return web.Response()  # to nobody
-
-    async def _tokens(self, ask: Ask) -> list[int]:
-        """Token ids of the prompt. Raises ApiError."""
-        if ask.ids:
-            return ask.ids
-        turn: Callable[[], list[int]]
-        if ask.messages:
-            turn, size = partial(self.tokenizer.chat, ask.messages), sum(len(m["content"]) for m in ask.messages)
-        else:
-            turn, size = partial(self.tokenizer.encode, ask.text), len(ask.text)
-        most = self.engine.config.context * CHARS_A_TOKEN
-        if size > most:
-            param = "messages" if ask.messages else "prompt"
-            raise ApiError(400, f"a prompt of {size} characters; would be right: at most {most}", param)
-        try:
-            return await asyncio.to_thread(turn) if size > LONG_TEXT else turn()
-        except ChatError as error:
-            raise ApiError(400, str(error), "messages") from error
-
-    def _choices(self, kind: Kind, ask: Ask, ids: list[int], arrived_ns: int, adapter: Loaded | None) -> list[Choice]:
-        """n sequences of one prompt; where blocks are shared, the first computes it. Raises ApiError: too long."""
-        room = max(1, self.engine.config.context - len(ids))
-        default = room if kind is CHAT else min(DEFAULT_MAX_TOKENS, room)
-        params = replace(ask.sampling, max_tokens=default if ask.max_tokens is None else ask.max_tokens)
-        if params.min_tokens > params.max_tokens:
-            raise ApiError(
-                400, f"min_tokens {params.min_tokens} is more than max_tokens {params.max_tokens}", "min_tokens"
-            )
-        shares = self.engine.config.prefix_caching and len(ids) > self.engine.config.block_size
-        choices: list[Choice] = []
-        for i in range(ask.n):
-            try:
-                sequence = self.engine.sequence(
-                    ids,
-                    params if params.seed is None else replace(params, seed=params.seed + i),
-                    arrived_ns=arrived_ns,
-                    priority=ask.priority,
-                    salt=adapter.salt(ask.salt) if adapter else ask.salt,
-                    adapter=adapter.number if adapter else 0,
-                    leader=choices[0].sequence if choices and shares else None,
-                    client=ask.client,
-                )
-            except TooLong as error:
-                prompt = "messages" if kind is CHAT else "prompt"
-                raise ApiError(400, str(error), prompt if error.by_prompt else ask.max_tokens_field) from error
-            choices.append(Choice(i, sequence, self.tokenizer))
-        return choices
 
 
 class Route(NamedTuple):
@@ -381,8 +252,8 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/openapi.json"): Route(Server.openapi, open=True),
     ("GET", "/v1/models"): Route(Server.models),
     ("GET", "/v1/engine"): Route(Server.state),
-    ("POST", "/v1/completions"): Route(partial(Server.generate, kind=COMPLETION)),
-    ("POST", "/v1/chat/completions"): Route(partial(Server.generate, kind=CHAT)),
+    ("POST", "/v1/completions"): Route(partial(text_routes.generate, kind=COMPLETION)),
+    ("POST", "/v1/chat/completions"): Route(partial(text_routes.generate, kind=CHAT)),
     ("POST", "/v1/embeddings"): Route(pass_routes.embed),
     ("POST", "/v1/load_lora_adapter"): Route(Server.load_adapter),
     ("POST", "/v1/unload_lora_adapter"): Route(Server.unload_adapter),
@@ -396,16 +267,6 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/fault"): Route(Server.list_faults),
     ("DELETE", "/fault"): Route(Server.clear_faults),
 }
-
-
-def _piece(pieces: Iterator[list[scoring.Scored]]) -> list[scoring.Scored] | None:
-    """The next; empty: there is none. None: memory did not suffice, which is no fault of the step loop it runs in."""
-    try:
-        return next(pieces, [])
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        return None
 
 
 def _verdict(check: Callable[[], None]) -> str:

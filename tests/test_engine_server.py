@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from reference_engine.__main__ import _in_url, _watch_stdin, exposed
 from reference_engine.config import EngineConfig
 from reference_engine.engine import Engine
+from reference_engine.intake import MAX_BODY_BYTES
 from reference_engine.openai_api import REFUSED, StopText
-from reference_engine.server import MAX_BODY_BYTES, Server, listen, port_of
+from reference_engine.server import Server, listen, port_of
 from reference_engine.tokenizer import ByteTokenizer
 from tests.stub_runner import PagedStub, alone
 

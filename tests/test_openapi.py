@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reference_engine import openapi, server
+from reference_engine import intake, openapi
 from reference_engine.openai_api import LONGEST_ERROR, MOST_NESTING, ApiError, check_nesting, error_body, shown
 from reference_engine.server import ROUTES
 from tests.test_engine_server import CHAT, COMPLETIONS, Program, end, launch
@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[bytes, dict[str, str]]] = {
     "a list": (b"[]", {}),
     "nothing in it": (b"{}", {}),
     "packed": (b"{}", {"Content-Encoding": "br"}),
-    "too large": (b" " * (server.MAX_BODY_BYTES + 1), {}),
+    "too large": (b" " * (intake.MAX_BODY_BYTES + 1), {}),
 }
 
 
@@ -167,15 +167,15 @@ def test_messages_and_prompts_have_their_limits(program: Program) -> None:
     assert param(CHAT, {"messages": [{"role": "user", "content": ""}] * (most + 1)}) == "messages"
     assert param(CHAT, {"messages": [{"role": "u" * 257, "content": ""}]}) == "messages"
     assert (
-        param(CHAT, {"messages": [{"role": "user", "content": "x" * (64 * 16 * server.CHARS_A_TOKEN + 1)}]})
+        param(CHAT, {"messages": [{"role": "user", "content": "x" * (64 * 16 * intake.CHARS_A_TOKEN + 1)}]})
         == "messages"
     )
-    assert param(COMPLETIONS, {"prompt": "x" * (64 * 16 * server.CHARS_A_TOKEN + 1)}) == "prompt"
+    assert param(COMPLETIONS, {"prompt": "x" * (64 * 16 * intake.CHARS_A_TOKEN + 1)}) == "prompt"
 
 
 def test_a_text_that_is_too_long_for_a_pass_is_named_as_its_route_names_it(program: Program) -> None:
     """KServe's errors are a text alone."""
-    long = "x" * (512 * server.CHARS_A_TOKEN + 1)
+    long = "x" * (512 * intake.CHARS_A_TOKEN + 1)
     ids = {"name": "input_ids", "shape": [1, 513], "datatype": "INT64", "data": [1] * 513}
     text = {"name": "text", "shape": [2], "datatype": "BYTES", "data": ["x", long]}
     for inputs, said in ((["x", long], "input[1] has 65537 characters"), ([[1] * 513], "input[0] has 513 tokens")):
