@@ -16,7 +16,7 @@ class Line(NamedTuple):
 
 
 class Refused(Exception):  # noqa: N818 - says what happened to the request
-    """No place now. `reason`: queue_full | draining | timeout."""
+    """No place now. `reason`: queue_full | draining | timeout | oom | bodies."""
 
     def __init__(self, reason: str, text: str, retry_after_s: int) -> None:
         super().__init__(text)

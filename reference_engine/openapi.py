@@ -54,7 +54,7 @@ ROUTES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
         "many bytes are JSON",
         (400, 401, 404, 408, 413, 415, 429, 500, 503),
     ),
-    ("POST", "/fault"): ("Plant a fault (--allow-faults)", (400, 401, 408, 413, 415)),
+    ("POST", "/fault"): ("Plant a fault (--allow-faults)", (400, 401, 408, 413, 415, 503)),
     ("GET", "/fault"): ("Faults that are active", (401,)),
     ("DELETE", "/fault"): ("No faults any more", (401, 500, 503)),
 }

@@ -46,7 +46,7 @@ async def _passed(server: "Server", request: web.Request, answer: Answer) -> web
 
 
 async def _embed(server: "Server", request: web.Request, entry: PassEntry) -> web.Response:
-    ask = embeddings.parse(await body_of(request), server.model)
+    ask = embeddings.parse(await body_of(request, server.bodies), server.model)
     vectors = await _vectors(server, ask.inputs, entry, "input")
     timings = entry.said(server.engine.now_ns())
     said = {"timings": timings} if ask.include_timings else {}
@@ -55,7 +55,7 @@ async def _embed(server: "Server", request: web.Request, entry: PassEntry) -> we
 
 async def _infer(server: "Server", request: web.Request, entry: PassEntry) -> web.Response:
     _check_model(server, request)
-    ask = kserve.parse(await data_of(request), request.headers.get(kserve.HEADER_LENGTH))
+    ask = kserve.parse(await data_of(request, server.bodies), request.headers.get(kserve.HEADER_LENGTH))
     param = "text" if isinstance(ask.inputs[0], str) else "input_ids"
     vectors = await _vectors(server, ask.inputs, entry, param)
     said = entry.said(server.engine.now_ns())

@@ -23,7 +23,7 @@ from reference_engine.admission import Refused
 from reference_engine.answer import Entry
 from reference_engine.engine import Engine, EngineDownError
 from reference_engine.faults import Fault
-from reference_engine.intake import MAX_BODY_BYTES, body_of, own_id
+from reference_engine.intake import MAX_BODY_BYTES, Bodies, body_of, own_id
 from reference_engine.lora import Adapters
 from reference_engine.openai_api import CHAT, COMPLETION, ApiError, error_body, shown
 from reference_engine.reply import error_response, json_response, outcome_of, reset
@@ -58,6 +58,7 @@ class Server:
         self.allow_faults = allow_faults
         self.passes = SinglePass(engine)
         self.adapters = Adapters(engine, model, engine.config.lora_dir, engine.config.max_lora_rank)
+        self.bodies = Bodies()
         self.scores = asyncio.Lock()  # a text that is scored has KV beside the pool: one at a time
         self._limited: WeakSet[asyncio.BaseTransport] = WeakSet()  # connections whose reader has a limit
         self.open = 0  # requests that are being answered
@@ -74,7 +75,7 @@ class Server:
         return not self.open or bool(self.engine.stopped) or self.engine.now_ns() >= self.drained_by_ns
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(middlewares=[self._guard])
         app.on_cleanup.append(self._close)
         for (method, path), route in ROUTES.items():
             if self.allow_faults or path != "/fault":
@@ -96,13 +97,15 @@ class Server:
             response = await handler(request)
         except (ApiError, EngineDownError, Refused) as error:
             response = error_response(error, said)
-        except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, body too large
+        except web.HTTPException as error:  # aiohttp's own: no such route, wrong method
             text = error.text or error.reason
             if error.status in (404, 405):
                 text = f"{request.method} {shown(request.path)} is not served; would be right: what /openapi.json lists"
             response = json_response(error.status, said(error.status, text, None))
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
+        finally:
+            self.bodies.release(request)
         if not response.prepared and "X-Request-Id" not in response.headers:
             response.headers["X-Request-Id"] = own_id(request) or uuid.uuid4().hex
         return response
@@ -163,10 +166,10 @@ class Server:
 
     async def load_adapter(self, request: web.Request) -> web.StreamResponse:
         self._check_draining()
-        return web.Response(text=await self.adapters.load(await body_of(request)))
+        return web.Response(text=await self.adapters.load(await body_of(request, self.bodies)))
 
     async def unload_adapter(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text=await self.adapters.unload(await body_of(request)))
+        return web.Response(text=await self.adapters.unload(await body_of(request, self.bodies)))
 
     async def state(self, request: web.Request) -> web.StreamResponse:
         """Effective configuration and state; at idle also whether every block came back."""
@@ -187,7 +190,7 @@ class Server:
 
     async def plant_fault(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.engine.plant(faults.read(await body_of(request)))
+            self.engine.plant(faults.read(await body_of(request, self.bodies)))
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return await self.list_faults(request)

@@ -32,7 +32,7 @@ HISTOGRAMS = {
     "vllm:request_decode_time_seconds": ("First token to end.", REQUEST_S),
 }
 FINISHED = ("stop", "length", "abort", "timeout", "oom", "nonfinite", "error")
-REFUSED = ("queue_full", "draining")
+REFUSED = ("queue_full", "draining", "bodies")
 
 
 class Buckets:

@@ -45,17 +45,20 @@ async def generate(server: "Server", request: web.Request, kind: Kind) -> web.St
 async def _answer(
     server: "Server", kind: Kind, request: web.Request, entry: Entry, troubles: dict[str, Fault]
 ) -> web.StreamResponse:
-    body = await body_of(request)
+    body = await body_of(request, server.bodies)
     if kind is COMPLETION and scoring.is_scoring(body):
         return await _score(server, body, entry, troubles)
     with server.adapters.used(body.get("model")) as adapter:
         model = adapter.name if adapter else server.model
         ask = parse(body, kind, model, server.vocab_size)
+        del body  # an answer may take long, and needs nothing of it
         if ask.priority and server.engine.config.policy != "priority":
             raise ApiError(
                 400, f"priority needs the policy 'priority', this is {server.engine.config.policy!r}", "priority"
             )
         choices = _choices(server, kind, ask, await _tokens(server, ask), entry.received_ns, adapter)
+        ask = ask._replace(text="", ids=[], messages=[])
+        server.bodies.release(request)
         shell = Shell(kind, entry.request_id, int(time.time()), model)
         server.engine.check_queue()
         entry.answer = answer = Answer(server.engine, kind, ask, shell, choices)

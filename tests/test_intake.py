@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import socket
+import threading
 import time
 import tracemalloc
 import zlib
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from reference_engine import intake
-from reference_engine.intake import MAX_BODY_BYTES
+from reference_engine.intake import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from reference_engine.openai_api import ApiError
-from tests.test_engine_server import COMPLETIONS, CONFIG, Reply, call, request_bytes, serving, until
+from tests.test_engine_server import COMPLETIONS, CONFIG, Reply, call, metric, request_bytes, serving, until
 
 IMPATIENT = replace(CONFIG, client_timeout=1)
 BODY = b'{"prompt": "x", "max_tokens": 1}'
@@ -55,15 +56,77 @@ def test_a_packed_body_is_unpacked() -> None:
 
 
 def test_unpacking_ends_at_the_limit() -> None:
-    assert len(intake.unpacked(gzip.compress(bytes(MAX_BODY_BYTES)), "gzip")) == MAX_BODY_BYTES
+    assert sum(map(len, intake.unpacked(gzip.compress(bytes(MAX_BODY_BYTES)), "gzip"))) == MAX_BODY_BYTES
     bomb = gzip.compress(bytes(4 * MAX_BODY_BYTES))  # in a thousandth
     tracemalloc.start()
     try:
         with pytest.raises(ApiError, match="more than 16777216 bytes when unpacked"):
-            intake.unpacked(bomb, "gzip")
+            list(intake.unpacked(bomb, "gzip"))
         assert tracemalloc.get_traced_memory()[1] < 3 * MAX_BODY_BYTES
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("packed_too", [False, True])
+def test_all_bodies_together_have_a_limit_and_small_ones_always_have_room(packed_too: bool) -> None:
+    """Counted as they come; who leaves or has been answered makes room."""
+
+    async def main() -> None:
+        async with serving() as served:
+            served.server.bodies.limit = 2**20
+            held = SMALL_BODY_BYTES + 700_000
+            opened = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
+            (_, writer), (_, only_announces) = opened
+            only_announces.write(HEAD % MAX_BODY_BYTES)
+            writer.write(HEAD % (held + 1) + b" " * held)
+            await until(lambda: served.server.bodies.held == 700_000)
+
+            large = BODY + b" " * held
+            headers = {"Content-Encoding": "gzip"} if packed_too else {}
+            sent = gzip.compress(large) if packed_too else large
+            reply = await call(served.port, COMPLETIONS, sent, headers)
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            assert "1048576 bytes are being read already" in reply.json["error"]["message"]
+            assert await metric(served.port, "reference_engine:refused_total", reason="bodies") == 1
+            assert served.log[-1]["outcome"] == "bodies"
+            assert (await call(served.port, COMPLETIONS, BODY + b" " * (SMALL_BODY_BYTES - len(BODY)))).status == 200
+            assert served.server.bodies.held == 700_000
+
+            writer.close()
+            await until(lambda: not served.server.bodies.held)
+            assert (await call(served.port, COMPLETIONS, sent, headers)).status == 200
+            assert served.server.bodies.held == 0
+            only_announces.close()
+
+    asyncio.run(main())
+
+
+def test_an_answer_keeps_nothing_of_its_requests_body() -> None:
+    """Of 8 MB that stand in fields that nobody knows; a stream may last for hours."""
+    go_on = threading.Event()
+
+    async def main() -> None:
+        async with serving(before=lambda: go_on.wait(60)) as served:
+            tracemalloc.start()
+            try:
+                messages = [{"role": "user", "content": "x", "own": "y" * 4_000_000}]
+                body = json.dumps(
+                    {"messages": messages, "own": "z" * 4_000_000, "max_tokens": 1, "stream": True}
+                ).encode()
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+                writer.write(body)
+                await writer.drain()
+                del messages, body
+                await reader.readline()
+                await until(lambda: served.server.bodies.held == 0 and tracemalloc.get_traced_memory()[0] < 2_000_000)
+            finally:
+                go_on.set()
+                tracemalloc.stop()
+            writer.close()
+            await until(lambda: served.log)
+
+    asyncio.run(main())
 
 
 def test_a_body_that_is_announced_too_large_is_not_waited_for() -> None:
