@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from reference_engine.openai_api import ApiError, shown
+from reference_engine.openai_api import ApiError, name_of, shown
 
 MOST_INPUTS = 2048  # of a request, as OpenAI documents
 FORMATS = ("float", "base64")
@@ -35,6 +35,7 @@ def parse(body: Mapping[str, Any], model: str) -> EmbeddingAsk:
     for name in REFUSED:
         if body.get(name) is not None:
             raise ApiError(400, f"{name} is not supported by this engine", name)
+    name_of(body, "user")
     encoding = body.get("encoding_format")
     if encoding not in (None, *FORMATS):
         raise ApiError(

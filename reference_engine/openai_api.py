@@ -61,7 +61,6 @@ CHAT = Kind("chatcmpl-", "chat.completion.chunk", "chat.completion", b',"delta":
 # Unknown fields are ignored, as OpenAI's own servers do.
 REFUSED: dict[str, tuple[object, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
@@ -148,19 +147,24 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
         # Types are compared too: False is 0 in Python, but `logprobs: 0` asks for log probabilities.
         if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
             raise ApiError(400, f"{name} is not supported by this engine", name)
-    options = body.get("stream_options") or {}
+    options = body.get("stream_options")
+    options = {} if options is None else options
     if type(options) is not dict:
-        raise ApiError(400, "stream_options: would be right: an object", "stream_options")
+        raise ApiError(400, f"stream_options is {shown(options)}; would be right: an object", "stream_options")
     stream = _flag(body, "stream")
     if options and not stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    n, best_of = _integer(body, "n") or 1, body.get("best_of")
+    if best_of is not None and not (type(best_of) is int and best_of == n):
+        text = f"best_of is {shown(best_of)}; would be right: n, {n}, since all choices that are made are answered"
+        raise ApiError(400, text, "best_of")
     max_tokens, field = _integer(body, "max_tokens"), "max_tokens"
     if kind is CHAT and (most := _integer(body, "max_completion_tokens")) is not None:
         max_tokens, field = most, "max_completion_tokens"
     min_tokens = _integer(body, "min_tokens") or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens {min_tokens} is more than {field} {max_tokens}", "min_tokens")
-    user, salt = (_name(body, name) for name in NAMES)
+    user, salt = (name_of(body, name) for name in NAMES)
     sampling = SamplingParams(
         max_tokens=0,
         min_tokens=min_tokens,
@@ -178,7 +182,7 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
         max_tokens=max_tokens,
         max_tokens_field=field,
         sampling=sampling,
-        n=_integer(body, "n") or 1,
+        n=n,
         stream=stream,
         include_usage=_flag(options, "include_usage"),
         continuous_usage=_flag(options, "include_usage") and _flag(options, "continuous_usage_stats"),
@@ -212,7 +216,7 @@ def _flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _name(body: Mapping[str, Any], name: str) -> str:
+def name_of(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if value is not None and (type(value) is not str or len(value) > LONGEST_NAME):
         raise ApiError(400, f"{name}: would be right: a string of at most {LONGEST_NAME} characters", name)

@@ -177,6 +177,7 @@ def _generate(kind: Kind, vocab_size: int) -> Schema:
         properties["messages"] = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": MESSAGE}
         return {"type": "object", "required": ["messages"], "properties": properties}
     del properties["max_completion_tokens"]
+    properties["best_of"] = {"type": ["integer", "null"], "description": "n or nothing"}
     properties["prompt"] = _prompt(vocab_size)
     return {"type": "object", "required": ["prompt"], "properties": properties}
 

@@ -372,7 +372,7 @@ def test_any_split_of_the_text_stops_at_the_same_place(text: str, stops: list[st
 
 
 REFUSALS: dict[str, Any] = {
-    "audio": {}, "best_of": 2, "echo": True, "frequency_penalty": 0.5, "function_call": "auto", "functions": [{}],
+    "audio": {}, "echo": True, "frequency_penalty": 0.5, "function_call": "auto", "functions": [{}],
     "guided_json": {}, "guided_regex": "a", "logit_bias": {"1": 1}, "logprobs": 0, "min_p": 0.1,
     "modalities": ["audio"],
     "presence_penalty": 1, "prompt_embeds": "x", "prompt_logprobs": 1, "repetition_penalty": 1.1,
@@ -402,6 +402,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"priority": 1}, "priority"),
     ({"cache_salt": 1}, "cache_salt"),
     ({"user": 1}, "user"),
+    ({"best_of": 2}, "best_of"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"n": 2, "best_of": 3}, "best_of"),
+    *(({"stream": True, "stream_options": wrong}, "stream_options") for wrong in (0, "", [], False, 1, "x")),
     ({"include_timings": "yes"}, "include_timings"),
 ]
 
@@ -469,7 +473,7 @@ def test_neutral_values_and_unknown_fields_are_taken() -> None:
     async def main() -> None:
         neutral = {name: values[-1] if values else None for name, values in REFUSED.items()}
         async with serving() as served:
-            body = {"prompt": ["x"], "max_tokens": 1, "user": "u", "no_such_field": 1, **neutral}
+            body = {"prompt": ["x"], "max_tokens": 1, "user": "u", "no_such_field": 1, "n": 2, "best_of": 2, **neutral}
             assert (await call(served.port, COMPLETIONS, body)).status == 200
 
     asyncio.run(main())
