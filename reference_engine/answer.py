@@ -81,7 +81,9 @@ class Answer:
             self.done.set_exception(error)
 
     def said(self) -> dict[str, Any]:
-        """What the last event or the body says beside the choices; this closes the account."""
+        """What the last event or the body says beside the choices; this closes the account, whether it is told or not:
+        how long its reader takes is no time of the server's."""
+        parts = self.account()
         first, *others = self.choices
         usage = usage_of(first.sequence.prompt_len, sum(c.tokens for c in self.choices), first.sequence.cached)
         said: dict[str, Any] = {}
@@ -90,7 +92,7 @@ class Answer:
             if first.last and not others:  # several have no one first token
                 said |= metrics_of(first.sequence, first.tokens, first.last.at_ns)
         if self.ask.include_timings:
-            said["timings"] = timings_of(self.account(), self.ended_last.sequence, self.ended_last.tokens)
+            said["timings"] = timings_of(parts, self.ended_last.sequence, self.ended_last.tokens)
         return said
 
     def account(self) -> Account:

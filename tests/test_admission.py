@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -345,6 +346,31 @@ def test_a_stop_string_closes_the_account_at_the_token_that_ended_it() -> None:
             assert said["predicted_n"] == 12
             assert sum(said["parts_ns"].values()) == said["total_ns"]
             assert min(said["parts_ns"].values()) >= 0
+
+    asyncio.run(main())
+
+
+def test_an_account_is_closed_when_the_last_event_is_made_and_not_when_it_was_read() -> None:
+    """Nobody asked for it. 64 answers of 700 tokens are more than the sockets hold: their end waits for the reader."""
+
+    async def main() -> None:
+        async with serving() as served:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", served.port))
+            body = {"prompt": [1] * 10, "max_tokens": 700, "n": 64, "stream": True}
+            sock.sendall(request_bytes(COMPLETIONS, body, {"Connection": "close"}))
+            await until(lambda: served.engine.scheduler.counts.generation_tokens == 64 * 700)
+            await asyncio.sleep(0.3)
+            assert not served.log
+            begun_to_read_ns = time.monotonic_ns()
+            reader, writer = await asyncio.open_connection(sock=sock)
+            while await reader.read(2**20):
+                pass
+            writer.close()
+            await until(lambda: served.log)
+            assert served.log[0]["outcome"] == "length"
+            assert served.log[0]["received_ns"] + served.log[0]["total_ns"] < begun_to_read_ns
 
     asyncio.run(main())
 
