@@ -194,6 +194,7 @@ def _embed(vocab_size: int) -> Schema:
         "input": {"anyOf": [text, ids, many]},
         "model": {"type": ["string", "null"]},
         "encoding_format": {"enum": [None, *FORMATS]},
+        "user": _or_null({"type": "string", "maxLength": LONGEST_NAME}),
         "include_timings": _or_null({"type": "boolean"}),
     }
     properties |= {name: {"enum": [None]} for name in NO_SUCH}

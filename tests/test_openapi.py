@@ -173,6 +173,11 @@ def test_messages_and_prompts_have_their_limits(program: Program) -> None:
     assert param(COMPLETIONS, {"prompt": "x" * (64 * 16 * intake.CHARS_A_TOKEN + 1)}) == "prompt"
 
 
+def test_user_of_embeddings_is_a_string(program: Program) -> None:
+    status, _, body = ask(program.port, "POST", "/v1/embeddings", {"input": "x", "user": 5})
+    assert (status, body["error"]["param"]) == (400, "user")
+
+
 def test_a_text_that_is_too_long_for_a_pass_is_named_as_its_route_names_it(program: Program) -> None:
     """KServe's errors are a text alone."""
     long = "x" * (512 * intake.CHARS_A_TOKEN + 1)
