@@ -274,7 +274,7 @@ def _sent_to_token_s(cell: Cell, rows: np.ndarray) -> float | str:
 def _due_to_last_s(cell: Cell, rows: np.ndarray) -> float | str:
     """From the first due time to the last token of the request that was due last."""
     if not rows[-1]:
-        return "the request that was due last is none that it would have counted"
+        return "it would not have counted the request that was due last"
     return _between_s(_STAMPS["l"](cell)[-1:], _STAMPS["due"](cell))
 
 

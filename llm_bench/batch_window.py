@@ -153,14 +153,14 @@ def trade(without: Arm, with_delay: Arm, delay_ms: float, agreed: Slo, base_ms: 
     if limit is None:
         left: Change | str = f"no budget: the SLO has no limit on {waited}"
     elif b.value is None:
-        left = f"no budget to be said: {b.refusal}"
+        left = f"no budget can be given: {b.refusal}"
     else:
         left = _change(limit - b.value, b.half, b.refusal)
     cost = _difference(a, b, WAITED[waited])
     gain = _gain(without.throughput, with_delay.throughput)
     if (without.made, without.waited) != (with_delay.made, waited):
-        gain = "is not to be compared (one of the two answered whole, the other in tokens)"
-        cost = "costs what cannot be said"
+        gain = "cannot be compared (one of the two answered whole, the other in tokens)"
+        cost = "has a cost that cannot be given"
     elif without.offered and with_delay.offered:
         gain = (
             f"buys nothing that this load can show ({MADE[with_delay.made]} are what was offered, and carried, both "

@@ -57,7 +57,7 @@ class Demand(NamedTuple):
 
     target: float | None = None
     peak: float = 1.0
-    peak_text: str = "no --peak-to-mean: the target rate is taken for the peak"
+    peak_text: str = "no --peak-to-mean: the target rate is taken as the peak"
     spares: int = 0
     warmup_s: float | None = None
     growth: Growth | None = None

@@ -21,7 +21,7 @@ def of_bracket(bracket: Bracket, ask: Ask) -> list[Section]:
     low, high = bracket.low, bracket.high
     each = low.planned(ask.utilization) if low else None
     if low is None or not each:
-        why = "no load is proven to meet the SLO, so that no number of replicas can be said"
+        why = "no load is proven to meet the SLO, so no number of replicas can be given"
         return [Section("fleet", "Fleet", notes=[why])]
     how = f"the rate within the SLO at {low.load}, measured"
     if low.kind == "closed":

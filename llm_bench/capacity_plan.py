@@ -19,7 +19,7 @@ _LEVELS = {"closed": "slots", "open": "requests/s", "replay": "times the trace's
 TOKEN_RATE, PASS_RATE = "token rate", "pass rate"
 MADE = (TOKEN_RATE, PASS_RATE)  # ceilings that are the most that was measured
 SHOWN_OVER = 1.001  # times a ceiling: what ended beside it is explained where it is more
-NO_LIMITS = "no --slo, and the run keeps none: without limits no load is proven, and only ceilings can be said"
+NO_LIMITS = "no --slo, and the run keeps none: without limits no load is proven, and only ceilings can be given"
 
 
 # ---- arithmetic alone
@@ -46,7 +46,7 @@ def what_if(given: WhatIf, ask: Ask) -> list[Section]:
                 f"{digits(each)}/s x {digits(given.stay_s)} s (Little's law)",
             )
         )
-    sections.append(Section("sustainable", "Sustainable", own, notes=["assumed figures: nothing of this was measured"]))
+    sections.append(Section("sustainable", "Sustainable", own, notes=["assumed figures: none of this was measured"]))
     if ask.demand.target is not None:
         how = "the sustainable rate, assumed and not measured"
         sections += capacity_fleet.fleet(ask, each, None, Answers(given.tokens_out, given.stay_s), how)

@@ -281,7 +281,7 @@ def busiest(cells: Sequence[Carried]) -> Busiest | str:
     full = [c for c in growing if c.window_s >= FULL_STAYS * (c.stay_s or np.inf)]
     most = max([*steady, *full], key=made, default=None)
     if most is None:
-        return "no load was steady for as long as its requests stay: its tokens/s are of no steady state"
+        return "no load was steady for as long as its requests stay: its tokens/s are not those of a steady state"
     if most in full and not most.client_full:
         stays = most.window_s / (most.stay_s or np.inf)
         return Busiest(most, True, f"saturated: its backlog grew, over {stays:.3g} times what its requests stay")

@@ -60,7 +60,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(cli_trace.app, name="trace")
-targets_app = typer.Typer(help="List the targets that are declared, or look at them.", invoke_without_command=True)
+targets_app = typer.Typer(help="List the declared targets, or check them.", invoke_without_command=True)
 app.add_typer(targets_app, name="targets")
 
 
@@ -98,7 +98,7 @@ def report(
     others: As = "",
     format: Format = "terminal",  # noqa: A002
     output: Output = None,
-    each_run: Annotated[bool, typer.Option("--runs", help="Each repeat alone, not what they show together.")] = False,
+    each_run: Annotated[bool, typer.Option("--runs", help="Each repeat alone, instead of all together.")] = False,
     fail_on_slo: FailOnSlo = False,
     fail_on_doubt: Annotated[bool, typer.Option("--fail-on-doubt", help="Exit 3 when there is any doubt.")] = False,
 ) -> None:
@@ -151,12 +151,12 @@ def check(
     proxy: Proxy = "",
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
-    agree: Annotated[bool, typer.Option("--agree", help="Also where answers part, and perplexity.")] = False,
+    agree: Annotated[bool, typer.Option("--agree", help="Also where answers differ, and perplexity.")] = False,
 ) -> None:
     """Ask each target what a measurement needs to know.
 
-    Is it reachable, which models and which build has it, does it count its tokens, can lengths be pinned, how far away
-    is it. Several targets stand side by side; of one that is not there or not what it should be, a sentence.
+    Is it reachable, which models and which build does it have, does it count its tokens, can lengths be pinned, how far
+    away is it. Several targets stand side by side; one that is absent, or not what it should be, gets a sentence.
     """
     from llm_bench import probe, prompts, scoring_ask
     from llm_bench import targets as known
@@ -211,8 +211,8 @@ def _show_found(found: list[tuple["Target", "Probe"]], scored: list[tuple[str, "
 def selfcheck() -> None:
     """Measure this client against a server with known times.
 
-    How late its stamps are, how late it sends, what a core of this machine carries. `run` reads the result, and says of
-    a cell that came close to it that the client was the limit. A minute; best on an idle machine.
+    How late its stamps are, how late it sends, what a core of this machine carries. `run` reads the result and says
+    when a cell came so close to it that the client was the limit. Takes a minute; best on an idle machine.
     """
     from rich import box
     from rich.console import Console

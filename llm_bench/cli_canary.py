@@ -63,12 +63,12 @@ def canary(
     context: typer.Context,
     base: Annotated[str, typer.Option(help="What serves today: a declared target, NAME=URL or a URL.")],
     candidate: Annotated[str, typer.Option(help="What would replace it, given likewise.")],
-    trace: Annotated[Path, typer.Option(help="Trace file; its format is found by its keys.")],
+    trace: Annotated[Path, typer.Option(help="Trace file; its format is detected from its keys.")],
     rule: Annotated[
         list[str], typer.Option(help="ttft_p95<=+5%, tokens_per_second>=-3%, error_rate<=+0.5pp; may be given again.")
     ],
     accept: Annotated[
-        list[str] | None, typer.Option(help="Kind of doubt that is meant so, as of `gate`; may be given again.")
+        list[str] | None, typer.Option(help="Kind of doubt to accept as intended, as for `gate`; may be given again.")
     ] = None,
     pairs: Annotated[int, typer.Option(help="Pairs at each load: each target once, in turns A B B A.")] = 10,
     concurrency: Concurrency = "",
@@ -83,7 +83,7 @@ def canary(
     warmup: Warmup = None,
     drain: Drain = None,
     loop_trace: LoopTrace = False,
-    seed: Annotated[int, typer.Option(help="Of arrivals; a pair has the same.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals; the same within a pair.")] = 0,
     same_salt: SameSalt = False,
     retries: Retries = 0,
     too_long: TooLong = "refuse",
@@ -109,16 +109,18 @@ def canary(
     format: TextFormat = "terminal",  # noqa: A002
     markdown: Annotated[Path | None, typer.Option(help="Write Markdown there, for a pull request.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there; INCONCLUSIVE is an error in it.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the whole as JSON there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything as JSON there.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-canary-TARGETS.")] = None,
     workers: Workers = "auto",
-    resume: Annotated[bool, typer.Option("--resume", help="Finish the canary in --out: its missing runs.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish the canary in --out: measure its missing cells.")
+    ] = False,
 ) -> None:
     """Measure a candidate beside what it would replace, and judge.
 
     `run --interleave --repeat N` and `gate` in one: PROMOTE 0, ROLL BACK 1, INCONCLUSIVE 3. The pins that were declared
-    or probed (model, revision, version, precision, image) stand in the run. A doubt that could have produced the
-    verdict makes it INCONCLUSIVE; what is meant so is said with --accept.
+    or probed (model, revision, version, precision, image) are kept in the run. A doubt that could have produced
+    the verdict makes it INCONCLUSIVE; --accept names the kinds of doubt that are intended.
     """
     from llm_bench import gate as gates
     from llm_bench import gate_report, objectives, pairing, results, rules, selection

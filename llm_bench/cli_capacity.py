@@ -62,10 +62,11 @@ def capacity(
         ),
     ] = None,
     target_rate: Annotated[
-        float | None, typer.Option(help="Mean requests/s that the fleet is for, e.g. 28; needs an SLO, or --what-if.")
+        float | None,
+        typer.Option(help="Mean requests/s that the fleet must carry, e.g. 28; needs an SLO, or --what-if."),
     ] = None,
     peak_to_mean: Annotated[
-        float | None, typer.Option(help="Peak over mean rate, e.g. 2.5; default: 1, or of --trace.")
+        float | None, typer.Option(help="Peak over mean rate, e.g. 2.5; default: that of --trace, else 1.")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Trace whose peak over its mean rate is planned for, e.g. prod.jsonl.")
@@ -74,8 +75,8 @@ def capacity(
         float, typer.Option(help="Seconds of the windows in which --trace is counted, e.g. 60.")
     ] = 60.0,
     spares: Annotated[int, typer.Option(help="Replicas beside those that carry the rate, e.g. 1.")] = 0,
-    replica_warmup: Annotated[str, typer.Option(help="Until a new replica is ready, e.g. 90s or 5m.")] = "",
-    growth: Annotated[str, typer.Option(help="Of the rate, e.g. 5%/month or 40%/year.")] = "",
+    replica_warmup: Annotated[str, typer.Option(help="Time until a new replica is ready, e.g. 90s or 5m.")] = "",
+    growth: Annotated[str, typer.Option(help="Growth of the rate, e.g. 5%/month or 40%/year.")] = "",
     as_of: Annotated[
         str, typer.Option(help="Day from which growth counts, e.g. 2026-01-31; default: in days alone.")
     ] = "",
@@ -110,42 +111,40 @@ def capacity(
     weights_gib: Annotated[
         float | None, typer.Option(help="GiB of weights as loaded, all accelerators together, e.g. 15.")
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache: bf16, fp16, fp32, fp8 or int8.")] = "bf16",
+    kv_dtype: Annotated[str, typer.Option(help="Precision of the cache: bf16, fp16, fp32, fp8 or int8.")] = "bf16",
     kv_bytes: Annotated[
         float | None, typer.Option(help="Bytes of a cached token, instead of the config's, e.g. 131072.")
     ] = None,
     kv_copies: Annotated[
         float | None,
-        typer.Option(help="How often the cache lies on a replica's accelerators, e.g. 2; 1: split evenly."),
+        typer.Option(help="Copies of the cache on a replica's accelerators, e.g. 2; 1: split evenly."),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a cache block, e.g. 16.")] = 16,
     utilization: Annotated[
-        float, typer.Option(help="Share of a ceiling, and of a closed loop's rate, that is planned with, e.g. 0.7.")
+        float, typer.Option(help="Share of a ceiling, and of a closed loop's rate, to plan with, e.g. 0.7.")
     ] = 0.7,
     price: Annotated[
         str,
-        typer.Option(help="Of one accelerator, e.g. 2.50/h or $2.50/h; default: as the run's targets declare."),
+        typer.Option(help="Price of one accelerator, e.g. 2.50/h or $2.50/h; default: as the run's targets declare."),
     ] = "",
     price_source: Annotated[
-        str, typer.Option(help="Where the price is from and of when, e.g. 'list of 2026-01'; printed beside it.")
+        str, typer.Option(help="Source and date of the price, e.g. 'list of 2026-01'; printed beside it.")
     ] = "",
     telemetry_cost: Annotated[str, typer.Option(help="Telemetry and gateway of the fleet, e.g. 1.20/h.")] = "",
-    telemetry_source: Annotated[
-        str, typer.Option(help="Where that is from and of when, e.g. 'invoice of 2026-01'.")
-    ] = "",
+    telemetry_source: Annotated[str, typer.Option(help="Its source and date, e.g. 'invoice of 2026-01'.")] = "",
     at_load: Annotated[
         str, typer.Option(help="Loads at which to read the curves, e.g. 32,48: up to twice the largest measured.")
     ] = "",
     window_delay: Annotated[
-        str, typer.Option(help="Batch window of each run in their order, e.g. 0ms,2ms: what it buys and costs.")
+        str, typer.Option(help="Batch window of each run, in order, e.g. 0ms,2ms: what it buys and costs.")
     ] = "",
     format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
 ) -> None:
     """What one replica carries, how many are needed, what they cost.
 
-    Limits are those of --slo, else the ones that the run was made with; without any, only ceilings are said. A rate
-    that a closed loop proves is planned with times --utilization, since users come at random; that of an open loop or
-    a replay as it is.
+    Limits are those of --slo, else the ones that the run was made with; without any, only ceilings are given. A
+    rate proven in a closed loop is multiplied by --utilization, since users come at random; one proven in an open loop
+    or a replay is planned with as it is.
 
     Example: llm-bench capacity runs/x --slo 'ttft_p95<800ms,error_rate<1%' --target-rate 28 --spares 1 --price 2.50/h
     """
@@ -155,7 +154,7 @@ def capacity(
     capacity_report.check_format(format)
     agreed = objectives.parse(slo, deadlines)
     if not what_if and any("=" in text and not Path(text).exists() for text in runs or []):
-        raise BenchError(f"{' '.join(runs or [])}: figures without a run stand after --what-if")
+        raise BenchError(f"{' '.join(runs or [])}: figures without a run go after --what-if")
     if what_if is not None and not what_if.strip():
         raise BenchError("--what-if '': expected figures such as tokens_per_second=18000 tokens_out=450")
     twice = [run for run in runs or [] if (runs or []).count(run) > 1]

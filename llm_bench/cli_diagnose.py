@@ -15,10 +15,10 @@ def diagnose(
 ) -> None:
     """Say where the time of each cell went, and what held it back.
 
-    Each finding stands with its evidence. How sure a finding is depends on what was seen: records alone, the
+    Each finding comes with its evidence. How sure a finding is depends on what was seen: records alone, the
     server's own account in its answers, its metrics (run --metrics-url), its GPUs (run --gpu). What could not be
-    judged is said, with what is missing; so is a cell in which nothing was found. Repeats of a cell are told together,
-    in --format json each alone.
+    judged is listed with what is missing, and so is a cell in which nothing was found. Repeats of a cell are reported
+    together; --format json has each alone.
 
     Example: llm-bench diagnose runs/x, of a run that was made with --metrics-url auto
     """

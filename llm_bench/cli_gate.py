@@ -19,7 +19,7 @@ HISTORY_FORMATS = (*FORMATS, "html", "parquet")
 def gate(
     run: Annotated[Path | None, typer.Argument(help="Run made with --interleave --repeat N.")] = None,
     baseline: Annotated[str, typer.Option(help="Target of RUN or, without RUN, the folder of a stored run.")] = "",
-    candidate: Annotated[str, typer.Option(help="The same of what is to be judged.")] = "",
+    candidate: Annotated[str, typer.Option(help="The same, for what is to be judged.")] = "",
     rule: Annotated[
         list[str] | None,
         typer.Option(help="ttft_p95<=+5%, tokens_per_second>=-3%, error_rate<=+0.5pp; may be given again."),
@@ -27,7 +27,7 @@ def gate(
     accept: Annotated[
         list[str] | None,
         typer.Option(
-            help="Kind of doubt that is meant so: 'not interleaved', 'targets differ', 'network path', 'delivered "
+            help="Kind of doubt to accept as intended: 'not interleaved', 'targets differ', 'network path', 'delivered "
             "tokens', 'prompt tokens', 'repeated prompts' or 'cached prompts'; may be given again."
         ),
     ] = None,
@@ -39,17 +39,17 @@ def gate(
     format: TextFormat = "terminal",  # noqa: A002
     markdown: Annotated[Path | None, typer.Option(help="Write Markdown there, for a pull request.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there; INCONCLUSIVE is an error in it.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the whole as JSON there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything as JSON there.")] = None,
     smaller_json: Annotated[
-        Path | None, typer.Option(help="Write figures for a CI's charts, those of which smaller is better.")
+        Path | None, typer.Option(help="Write figures for CI charts: those where smaller is better.")
     ] = None,
-    bigger_json: Annotated[Path | None, typer.Option(help="The same of which bigger is better.")] = None,
+    bigger_json: Annotated[Path | None, typer.Option(help="The same, where bigger is better.")] = None,
 ) -> None:
     """Judge a candidate against a baseline, pair by pair.
 
     Exit codes: PASS 0, FAIL 1, INCONCLUSIVE 3. The unit is the pair of runs, not the request; the test is exact
     sign flips at 0.05, by Holm over all rules and loads. A doubt makes a verdict INCONCLUSIVE where it could have
-    produced it. Too few pairs are refused (2). Of --self-test: 0, 1 where equal arms FAIL, 3 where doubts forbid a
+    produced it. Too few pairs are refused (2). With --self-test: 0; 1 where equal arms FAIL; 3 where doubts forbid a
     verdict or a figure is undefined.
     """
     from llm_bench import equal_arms, gate_report, objectives, rules
@@ -139,7 +139,7 @@ def _equal(run: Any, baseline: str, candidate: str) -> tuple[Any, Any]:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; of one alone its targets are compared.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; if there is only one, its targets are compared.")],
     metrics: Metrics = "",
     slo: SloText = "",
     deadlines: Deadlines = "",
@@ -163,12 +163,12 @@ def compare(
 
 def history(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, e.g. runs/*; their order is by when they were made.")
+        list[Path], typer.Argument(help="Run folders, e.g. runs/*; they are ordered by when they were made.")
     ],
     metric: Annotated[str, typer.Option(help="Names of docs/reference.md, e.g. ttft_p95,tokens_per_second.")],
     target: Annotated[str, typer.Option(help="Only of this target.")] = "",
     load: Annotated[str, typer.Option(help="Only at this load, as reports label it, e.g. c=8.")] = "",
-    details: Annotated[bool, typer.Option("--details", help="Run by run, where there are several histories.")] = False,
+    details: Annotated[bool, typer.Option("--details", help="Show every run, even of several histories.")] = False,
     slo: SloText = "",
     deadlines: Deadlines = "",
     format: Annotated[str, typer.Option("--format", help="terminal, md, json, html or parquet.")] = "terminal",  # noqa: A002

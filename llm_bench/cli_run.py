@@ -80,11 +80,11 @@ def parse_loads(
 
     given = [name for name, on in (("--concurrency", concurrency), ("--rate", rate), ("--replay", replay)) if on]
     if len(given) > 1:
-        raise BenchError(f"{' and '.join(given)}: give one of them; each is another kind of load")
+        raise BenchError(f"{' and '.join(given)}: give one of them; each is a different kind of load")
     if cap is not None and concurrency:
         raise BenchError("--max-in-flight is the cap of an open loop (--rate or --replay)")
     if (concurrency or rate) and speed != 1:
-        raise BenchError("--speed is of a replay (--replay); --concurrency and --rate do not use the trace's times")
+        raise BenchError("--speed is for a replay (--replay); --concurrency and --rate do not use the trace's times")
     if not rate and (constant or burstiness != 1):
         raise BenchError("--burstiness and --constant shape the arrivals of --rate")
     if concurrency:
@@ -97,8 +97,8 @@ def parse_loads(
 
 def run(
     context: typer.Context,
-    targets: Annotated[str, typer.Option(help="name,name=url,url: of targets.toml, or a built-in one.")],
-    trace: Annotated[Path, typer.Option(help="Trace file; its format is found by its keys.")],
+    targets: Annotated[str, typer.Option(help="name,name=url,url: a name is of targets.toml, or built in.")],
+    trace: Annotated[Path, typer.Option(help="Trace file; its format is detected from its keys.")],
     concurrency: Concurrency = "",
     rate: Rate = "",
     burstiness: Burstiness = 1.0,
@@ -111,12 +111,14 @@ def run(
     from_s: Annotated[
         float | None, typer.Option("--from", help="Seconds of the trace: conversations that begin from here on.")
     ] = None,
-    to_s: Annotated[float | None, typer.Option("--to", help="And before this.")] = None,
+    to_s: Annotated[
+        float | None, typer.Option("--to", help="Seconds of the trace: conversations that begin before this.")
+    ] = None,
     duration: Duration = None,
     warmup: Warmup = None,
     drain: Drain = None,
     loop_trace: LoopTrace = False,
-    seed: Annotated[int, typer.Option(help="Of arrivals; of the prompts with --reuse-prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals; with --reuse-prompts, of the prompts too.")] = 0,
     retries: Retries = 0,
     too_long: TooLong = "refuse",
     scale_lengths: ScaleLengths = "",
@@ -133,13 +135,15 @@ def run(
         list[str] | None,
         typer.Option(
             help="Trace played beside it: PATH[:SHARE][:priority=N][:name=CLASS]. May be given again; each class is "
-            "measured alone too. SHARE is of all requests per second; without one it keeps its own times."
+            "measured alone too. SHARE is of all requests per second; without it the trace keeps its own times."
         ),
     ] = None,
     alone_too: Annotated[
-        bool, typer.Option("--alone-too", help="Beside a mix, each of its classes alone: same rows, same times.")
+        bool, typer.Option("--alone-too", help="Also measure each class of a mix alone: same rows, same times.")
     ] = False,
-    repeat: Annotated[int, typer.Option(help="Measure each target at each load N times; from 5 on their spread.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(help="Measure each target at each load N times; 5 or more give an interval of their spread.")
+    ] = 1,
     interleave: Annotated[
         bool, typer.Option("--interleave", help="Targets take turns, A B B A, --repeat pairs at each load: for gate.")
     ] = False,
@@ -170,7 +174,7 @@ def run(
     connect_per_request: Annotated[
         bool, typer.Option("--connect-per-request", help="A new connection for each request.")
     ] = False,
-    spin: Annotated[float, typer.Option(help="Open loop: spin for the last so many µs before a due time.")] = 0.0,
+    spin: Annotated[float, typer.Option(help="Open loop: spin for the last N µs before a due time.")] = 0.0,
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
     connect_timeout: ConnectTimeout = 10.0,

@@ -78,7 +78,7 @@ def seconds(text: str, option: str) -> float:
 def search(
     context: typer.Context,
     targets: Annotated[str, typer.Option(help="name,name=url,url: each is searched with the whole budget.")],
-    trace: Annotated[Path, typer.Option(help="Trace file; it is gone round as often as needed, with new prompts.")],
+    trace: Annotated[Path, typer.Option(help="Trace file; repeated as often as needed, with new prompts.")],
     slo: SloText,
     by: Annotated[str, typer.Option(help="What is raised: concurrency (slots) or rate (requests per second).")],
     budget: Annotated[str, typer.Option(help="Time to measure, e.g. 90s, 30m, 2h.")] = "30m",
@@ -88,10 +88,10 @@ def search(
     least: Annotated[float | None, typer.Option("--min", help="Lowest load; default: 1 slot, 0.01/s.")] = None,
     most: Annotated[float | None, typer.Option("--max", help="Highest load; default: 1024 slots, 10000/s.")] = None,
     tolerance: Annotated[
-        float, typer.Option(help="The bracket is narrow enough at this share of its lower end, or at one slot.")
+        float, typer.Option(help="Stop when the bracket is as narrow as this share of its lower end, or one slot.")
     ] = 0.05,
     requests: Annotated[
-        int | None, typer.Option(help="Of a load's first cell, warm-up included; default: by the budget.")
+        int | None, typer.Option(help="Requests in a load's first cell, warm-up included; default: from the budget.")
     ] = None,
     burstiness: Annotated[float, typer.Option(help="By rate: gamma shape of the gaps, 1 Poisson, 0.25 CV 2.")] = 1.0,
     constant: Annotated[bool, typer.Option("--constant", help="By rate: space the arrivals evenly.")] = False,
@@ -99,7 +99,7 @@ def search(
     limit: Limit = None,
     warmup: Warmup = None,
     drain: Drain = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals.")] = 0,
     retries: Retries = 0,
     too_long: TooLong = "refuse",
     scale_lengths: ScaleLengths = "",
@@ -134,7 +134,7 @@ def search(
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/TIME-search-TARGETS.")] = None,
     workers: Workers = "auto",
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the search in --out, from the cells that it has.")
+        bool, typer.Option("--resume", help="Continue the search in --out from the cells it has.")
     ] = False,
 ) -> None:
     """Find the highest load that meets an SLO, with its evidence.
@@ -158,7 +158,7 @@ def search(
     low, high = LEAST[by] if least is None else least, MOST[by] if most is None else most
     _check_loads(by, start, low, high)
     if by == "concurrency" and (constant or burstiness != 1 or max_in_flight is not None):
-        raise BenchError("--burstiness, --constant and --max-in-flight are of --by rate")
+        raise BenchError("--burstiness, --constant and --max-in-flight are for --by rate")
     if resume and out is None:
         raise BenchError("--resume: give the search's folder with --out, and what it was begun with")
     agreed, guards = search_run.guarded(slo, deadlines)

@@ -42,12 +42,14 @@ def _named(text: str) -> Path:
 
 File = Annotated[
     Path,
-    typer.Argument(parser=_named, metavar="FILE", help="Trace file of any format; .gz, .bz2 and .zst as they are."),
+    typer.Argument(
+        parser=_named, metavar="FILE", help="Trace file of any format; .gz, .bz2 and .zst are read as they are."
+    ),
 ]
 Out = Annotated[
     Path,
     typer.Option(
-        "--out", "-o", parser=_named, metavar="FILE", help="File to write; .gz is packed. Nothing is overwritten."
+        "--out", "-o", parser=_named, metavar="FILE", help="File to write; .gz is compressed. Nothing is overwritten."
     ),
 ]
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.zst")  # what a trace that is written may be called
@@ -117,10 +119,10 @@ def inspect(
     mapping: Map = "",
     format: Annotated[str, typer.Option(help="terminal, md or json.")] = "terminal",  # noqa: A002
     plot: Annotated[
-        Path | None, typer.Option(parser=_named, metavar="FILE", help="Draw it too, into this .png or .svg file.")
+        Path | None, typer.Option(parser=_named, metavar="FILE", help="Also draw it, into this .png or .svg file.")
     ] = None,
 ) -> None:
-    """Format, unit, rates, burstiness, lengths, sharing, sessions and doubts of a trace."""
+    """Show format, unit, rates, burstiness, lengths, sharing, sessions and doubts of a trace."""
     from llm_bench import doctor, trace_plot, trace_report, workload
     from llm_bench import trace as files
 
@@ -189,11 +191,13 @@ def fit(
     skip_bad: SkipBad = 0,
     mapping: Map = "",
     bins: Annotated[
-        float | None, typer.Option(help="Seconds of a bin of the rate; default: by the number of rows.")
+        float | None, typer.Option(help="Seconds in a bin of the rate; default: from the number of rows.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(parser=_named, metavar="FILE", help="Draw trace and fit beside each other, .png or .svg."),
+        typer.Option(
+            parser=_named, metavar="FILE", help="Draw trace and fit side by side, into this .png or .svg file."
+        ),
     ] = None,
 ) -> None:
     """Fit arrivals, lengths, sessions and prefix sharing, and say how good the fit is."""
@@ -230,8 +234,8 @@ def synth(
     duration: Annotated[
         float | None, typer.Option(help="Seconds of arrivals; default: the trace's conversations.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="End with so many requests, where that is earlier.")] = None,
-    lengths: Annotated[float, typer.Option(help="Factor of all lengths; 0.1 for a small machine.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(help="Stop at N requests, if that comes first.")] = None,
+    lengths: Annotated[float, typer.Option(help="Multiply all lengths, e.g. by 0.1 for a small machine.")] = 1.0,
     start: Annotated[float, typer.Option(help="ServeGen: seconds of the clients' day to begin at.")] = 0.0,
     seed: Seed = 1,
 ) -> None:
@@ -247,13 +251,13 @@ def synth(
         if duration is None:
             raise BenchError(f"{model}: a folder of clients has no span of its own; give --duration")
         if lengths != 1.0:
-            raise BenchError("--lengths is of a fitted model; a run scales any trace: run --scale-lengths")
+            raise BenchError("--lengths is for a fitted model; a run scales any trace: run --scale-lengths")
         made = servegen.generate(servegen.read_folder(model), duration_s=duration, start_s=start, rate=rate, seed=seed)[
             :requests
         ]
     else:
         if start:
-            raise BenchError(f"--start is of a folder of ServeGen's clients; {model} is a fitted model: leave it out")
+            raise BenchError(f"--start is for a folder of ServeGen's clients; {model} is a fitted model: leave it out")
         loaded = model_file.load(model)
         made = synths.synth(loaded, rate=rate, duration_s=duration, count=requests, seed=seed, lengths=lengths)
         about = _about(loaded, model, context.params)
@@ -298,7 +302,7 @@ def anonymise(
     skip_bad: SkipBad = 0,
     mapping: Map = "",
 ) -> None:
-    """A trace without a text or an id: lengths, times and keyed hashes that keep its sharing."""
+    """Make a trace without texts and ids: lengths, times and keyed hashes that keep its sharing."""
     from llm_bench import anonymise as anonymous
     from llm_bench import prompts
 
@@ -326,11 +330,11 @@ def mix(
     parts: Annotated[list[str], typer.Argument(help="PATH:SHARE[:priority=N][:name=CLASS], e.g. chat.jsonl:0.8.")],
     out: Out,
     rate: Annotated[float | None, typer.Option(help="Requests per second of the mix; default: the parts' own.")] = None,
-    requests: Annotated[int | None, typer.Option(help="End with so many requests, where that is earlier.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Stop at N requests, if that comes first.")] = None,
     dejitter: Dejitter = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Several traces as classes of one, each with its share of the requests."""
+    """Mix several traces into one, each a class with its share of the requests."""
     from llm_bench import mix as mixes
 
     _check_new(out)

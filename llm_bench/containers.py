@@ -243,7 +243,7 @@ class _UnfinishedError(ValueError):
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON number, expected a number or null")
+    raise ValueError(f"{text} is not a JSON number, expected a number or null")
 
 
 def _decimal(text: str) -> Decimal:
@@ -288,14 +288,14 @@ def _value(text: str, start: int, *, whole: bool) -> tuple[object, int]:
         where = f"line {e.lineno}, " if e.lineno > 1 else ""
         raise kind(f"not JSON: {e.msg} at {where}column {e.colno}") from None
     except UnicodeEncodeError:
-        raise ValueError("not JSON: it has half a surrogate pair, which is no text") from None
+        raise ValueError("not JSON: it has half a surrogate pair, which is not text") from None
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
     except ValueError as e:
         if "int_max_str_digits" not in str(e):
             raise
         raise ValueError(
-            f"a whole number of over {sys.get_int_max_str_digits()} digits, which is no count and no time"
+            f"a whole number of over {sys.get_int_max_str_digits()} digits, which is neither a count nor a time"
         ) from None
     return value, end
 
@@ -321,7 +321,7 @@ def _list(path: Path, text: str) -> Iterator[Item]:
             start = _next(text, start)
             last = text[start : start + 1] == "]"
             if text[start + 1 :].strip() if last else text[start : start + 1] != ",":
-                raise ValueError(f"not JSON: {text[start : start + 20]!r} stands behind it, expected a comma or one ]")
+                raise ValueError(f"not JSON: {text[start : start + 20]!r} follows it, expected a comma or one ]")
         except ValueError as e:
             raise BenchError(f"{path}:{number}: {e}") from None
         wrong = ValueError(f"a JSON {type(value).__name__}, expected an object")
@@ -384,16 +384,16 @@ def _csv_rows(names: list[str], delimiter: str, before: int, lines: Iterator[tup
 
 
 _CSV_FAULTS = {  # what Python's reader says -> what it means to who wrote the file
-    "new-line character": "a carriage return stands inside it, expected lines that end in LF or in CR LF",
+    "new-line character": "it contains a carriage return, expected lines that end in LF or in CR LF",
     "field larger": f"a cell of over {MOST_CELL:,} characters",
     "unexpected end of data": "the file ends inside a quoted cell",
-    "line contains NUL": "a byte of value 0 stands in it",
+    "line contains NUL": "it contains a byte of value 0",
 }
 
 
 def _no_csv(error: csv.Error) -> str:
     said = str(error)
-    return f"no line of CSV: {next((ours for theirs, ours in _CSV_FAULTS.items() if said.startswith(theirs)), said)}"
+    return f"not a line of CSV: {next((ours for theirs, ours in _CSV_FAULTS.items() if said.startswith(theirs)), said)}"
 
 
 def _cell(text: str) -> int | str | None:

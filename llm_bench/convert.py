@@ -60,7 +60,7 @@ def convert(path: Path | str, out: Path | str, *, dejitter: str = "off", seed: i
     found = trace.read(path, **how)
     requests, done = ticks.dejitter(found.requests, dejitter, seed)
     trace.write(out, found._replace(requests=requests))
-    held = f"a pipe is read once: all {len(requests):,} requests were in memory; a file of rows that stand alone is not"
+    held = f"a pipe is read once: all {len(requests):,} requests were in memory; a file of independent rows is not"
     return Converted(len(requests), [*found.notes, *filter(None, [done]), *[held] * piped], found.skipped)
 
 

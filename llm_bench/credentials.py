@@ -36,7 +36,7 @@ def named_key(key_env: str) -> str:
 def _check_secret(what: str, value: Any) -> None:
     """A header's value that every HTTP library sends alike. Says what is wrong with it, never the value."""
     if not isinstance(value, str):
-        raise BenchError(f"{what} is no text")
+        raise BenchError(f"{what} is not text")
     if not value:
         raise BenchError(f"{what} is empty")
     if value != value.strip():

@@ -37,7 +37,7 @@ def client_limited(case: Case) -> Finding | None:
     worst = max(sizes, key=lambda kind: sizes[kind])
     large = sizes[worst] >= LARGE
     advice = doubts[worst].advice or "Use more --workers, or another machine"
-    rest = "before that believe no other finding" if large else "latencies are that much too high; other findings stand"
+    rest = "until then, trust no other finding" if large else "latencies are that much too high; other findings stand"
     lag = case.parts.ms("client lag") if case.parts else None
     share = f"; its lag is {lag / case.parts.e2e_ms:.0%} of e2e" if case.parts and lag and case.parts.e2e_ms else ""
     return Finding(

@@ -106,11 +106,11 @@ def check(table: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(key, KEYS, 1)
             raise ValueError(f"unknown key {key!r}{f', {near[0]!r} is near' if near else ''}; known: {', '.join(KEYS)}")
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{key} is no text, or an empty one; right: {KEYS[key]}")
+            raise ValueError(f"{key} is not a text, or is empty; expected {KEYS[key]}")
     if "body" not in table:
         raise ValueError(f"it has no body, {KEYS['body']}, as {EXAMPLE['body']!r}")
     if table.get("event", WHOLE) not in EVENTS:
-        raise ValueError(f"event is {table['event']!r}; right: {KEYS['event']}")
+        raise ValueError(f"event is {table['event']!r}; expected {KEYS['event']}")
     if table.get("event", WHOLE) == WHOLE and "done" in table:
         raise ValueError("done is of a stream, and event is whole: leave it out, or say which events there are")
     for key in ("text", "whole_text", "finish", "usage_in", "usage_out", "usage_cached", "error"):
@@ -130,7 +130,7 @@ def _try(template: str) -> None:
                 orjson.loads(body)
             except orjson.JSONDecodeError as e:
                 raise ValueError(
-                    f"body: filled with a prompt of quotes and line ends it is no JSON ({e}); right: "
+                    f"body: filled with a prompt of quotes and line ends it is not JSON ({e}); right: "
                     f"{{{{prompt|tojson}}}}, without quotes of its own: {body[:120]!r}"
                 ) from None
 
@@ -163,7 +163,7 @@ def compiled(template: str) -> tuple[Render, frozenset[str]]:
         names = frozenset(meta.find_undeclared_variables(environment.parse(template))) - environment.globals.keys()
         made = environment.from_string(template)
     except TemplateError as e:
-        raise ValueError(f"body is no template: {e.message}") from None
+        raise ValueError(f"body is not a template: {e.message}") from None
     if unknown := sorted(names - VALUES.keys()):
         raise ValueError(f"body names {', '.join(unknown)}; known: {', '.join(VALUES)}")
 

@@ -59,7 +59,8 @@ def _encode_json(request: Request, ask: Ask) -> bytes:
     for one in inputs:
         if one.datatype == _NOT_IN_JSON:
             raise BenchError(
-                f"line {request.line}: input {one.name} is {one.datatype}, which JSON has not; --api kserve-binary"
+                f"line {request.line}: input {one.name} is {one.datatype}, which JSON cannot hold; "
+                "use --api kserve-binary"
             )
     return _body(request, ask, [{**_about(one), "data": one.values} for one in inputs])
 

@@ -50,7 +50,7 @@ def _decode(choice_of: Callable[[JsonObject], Delta], data: bytes) -> Chunk:
         deltas = tuple([choice_of(object_of(choice, "choice")) for choice in list_of(choices, "choices")])
         broken = [d.finish_reason for d in deltas if d.finish_reason in _BROKEN]
         if broken and not error:
-            error = f"the server gave the answer up: finish_reason {broken[0]!r}"
+            error = f"the server gave up on the answer: finish_reason {broken[0]!r}"
     usage = event.get("usage")
     return Chunk(
         deltas,

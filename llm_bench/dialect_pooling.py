@@ -139,7 +139,7 @@ def _rerank_body(api: str, words: Words, documents_key: str, request: Request, a
     if given is None:
         query, given = query_and_documents(query)
     elif not isinstance(given, list | tuple) or not given:
-        raise BenchError(f"line {request.line}: extra.{documents_key} is no list of documents, or an empty one")
+        raise BenchError(f"line {request.line}: extra.{documents_key} is not a list of documents, or is empty")
     return body_in(words, {"query": query, documents_key: given}, request, ask)
 
 

@@ -90,7 +90,7 @@ def _end(response: JsonObject) -> Chunk:
     status = response.get("status")
     error = failed(response)
     if status == "failed" and error is None:
-        error = Chunk(error="the server gave the answer up: status 'failed'")
+        error = Chunk(error="the server gave up on the answer: status 'failed'")
     reason = {"completed": "stop"}.get(status if isinstance(status, str) else "", "")
     if status == "incomplete":
         why = text_in(held(response, "incomplete_details"), "reason")

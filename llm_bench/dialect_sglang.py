@@ -77,7 +77,7 @@ def _event(event: JsonObject) -> Chunk:
     finish = "" if reason is None else text_in(object_of(reason, "finish_reason"), "type")
     if finish in ("abort", "error"):
         why = text_in(object_of(reason, "finish_reason"), "message")
-        said = why or f"the server gave the answer up: finish_reason {finish!r}"
+        said = why or f"the server gave up on the answer: finish_reason {finish!r}"
     out = count_in(meta, "completion_tokens")
     usage = Usage(
         count_in(meta, "prompt_tokens"), out, count_in(meta, "cached_tokens"), count_in(meta, "reasoning_tokens")

@@ -325,7 +325,11 @@ def _constant(case: _Case) -> str:
         for name, values in zip(("prompt", "answer"), lengths(case.trace.rows), strict=True)
         if len(values) >= LEAST_ROWS and values.min() == values.max()
     ]
-    return f"{' and '.join(said)}: no service's lengths are all one; queues are shorter than real ones" if said else ""
+    return (
+        f"{' and '.join(said)}: no real service has lengths that are all equal; queues are shorter than real ones"
+        if said
+        else ""
+    )
 
 
 def _turns(case: _Case) -> str:

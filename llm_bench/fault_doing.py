@@ -86,7 +86,7 @@ def _signal_wrong(args: Mapping[str, Any], target: Target) -> str:
     except ProcessLookupError:
         return f"there is no process {pid} on this machine, expected a server's"
     except PermissionError:
-        return f"process {pid} is another user's, to whom this one may send no signal; expected its own"
+        return f"process {pid} belongs to another user and may not be signalled; expected one of this user's"
     return ""
 
 
@@ -142,7 +142,7 @@ def beside(target: Target, planned: Sequence[Fault], path: Path, say: Callable[[
             found = json.loads(line)
         except ValueError:
             raise BenchError(
-                f"target {target.name}: what does the faults did not start (no word in {READY_S:g} s)"
+                f"target {target.name}: the process that does the faults did not start (no word in {READY_S:g} s)"
             ) from None
         if "error" in found:
             raise BenchError(f"target {target.name}: {found['error']}")
@@ -176,7 +176,7 @@ def ended(path: Path, planned: Sequence[Fault]) -> dict[str, Any]:
         log = faults.Log(0, None, ())
     told = [(done.what, done.planned_ns - log.start_ns) for done in log.done]
     left = [fault for fault in planned if (fault.what, fault.at_ns) not in told]
-    why = "not known: what does the faults did not live to say"
+    why = "not known: the process that does the faults died before it could say"
     lost = [faults.Done(f.what, f.kind, log.start_ns + f.at_ns, 0, 0, False, why) for f in left]
     return {"faults": faults.document(log._replace(done=(*log.done, *lost)))}
 

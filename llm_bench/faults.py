@@ -122,7 +122,7 @@ def _http(text: str) -> dict[str, Any]:
         try:
             json.loads(body)
         except ValueError as e:
-            raise ValueError(f'the body is no JSON ({e}), expected such as {{"kind": "oom"}}') from None
+            raise ValueError(f'the body is not JSON ({e}), expected such as {{"kind": "oom"}}') from None
     return {"method": method, "url": url, "body": body}
 
 

@@ -185,7 +185,7 @@ def sendable(values: Values, name: str) -> Any:
 
 def _float(value: object) -> float:
     if not isinstance(value, Decimal):
-        raise TypeError(f"a {type(value).__name__} is no JSON")
+        raise TypeError(f"a {type(value).__name__} is not JSON")
     if math.isinf(float(value)):
         raise ValueError(f"{value} is larger than any float")
     return float(value)

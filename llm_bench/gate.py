@@ -114,7 +114,7 @@ class Gate(NamedTuple):
     candidate: str
     tests: list[Test]
     objections: list[Objection]  # every doubt, those that count against no test among them
-    accepted: tuple[str, ...]  # kinds of doubts that the user says are meant so
+    accepted: tuple[str, ...]  # kinds of doubts that the user accepts as intended
 
     @property
     def pairs(self) -> dict[str, int]:
@@ -272,7 +272,7 @@ def weigh(verdict: str, test: Test, tests: int) -> Weighed:
         mine = [o for o in test.doubts if o.kind == kind]
         could = [o for o in mine if o.could_make(verdict)]
         if not could:
-            spared[kind] = f"without it the candidate would look {'worse' if verdict == FAIL else 'better'} still"
+            spared[kind] = f"without it the candidate would look {'even worse' if verdict == FAIL else 'even better'}"
         elif kind in OF_CELLS and not _too_often(kind, mine, verdict, len(test.numbers)):
             base, cand = (len({o.pair for o in mine if o.arm == arm}) for arm in ("baseline", "candidate"))
             spared[kind] = (
@@ -286,7 +286,7 @@ def weigh(verdict: str, test: Test, tests: int) -> Weighed:
     sized = [o for o in against if o.off is not None]
     if sized and _stands(verdict, test, sized, tests):
         kinds = {o.kind for o in sized}
-        spared |= {o.kind: f"with all that it can have done taken off, it is a {verdict} still" for o in sized}
+        spared |= {o.kind: f"with all that it can have done taken off, it is still a {verdict}" for o in sized}
         against = [o for o in against if o.off is None]
         spared = {kind: why for kind, why in spared.items() if kind not in kinds & {o.kind for o in against}}
     return Weighed(against, spared)
@@ -397,7 +397,9 @@ def _more(test: Test) -> str:
         return "equal arms cannot be shown to keep such a margin"
     pairs_needed = _pairs_within(test.differences, room)
     if pairs_needed is None:
-        return f"equal arms of this spread would not pass with {MOST_PAIRS} pairs: a quieter machine, or a wider margin"
+        return (
+            f"equal arms of this spread would not pass with {MOST_PAIRS} pairs: take a quieter machine or wider margin"
+        )
     return f"with {pairs_needed} pairs of this spread equal arms would pass in 90%"
 
 

@@ -74,7 +74,7 @@ class GrpcPages(httpx.BaseTransport):
         if path.startswith(_MODEL) and path.count("/") == 3:
             page, message = _MODEL_PAGE, field(1, request.url.path.removeprefix(_MODEL))
         if page is None:
-            return httpx.Response(404, json={"error": f"{path} is no call of KServe's gRPC service"})
+            return httpx.Response(404, json={"error": f"{path} is not a call of KServe's gRPC service"})
         answers = self._messages(SERVICE + page.method, message, limit_s)
         try:
             said = page.read(b"".join(answers))

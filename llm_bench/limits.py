@@ -29,7 +29,8 @@ def raise_file_limit(need: int, *, strict: bool = True) -> None:
         if strict:
             raise ClientLimit(
                 f"{need} open files are needed, one for each request in flight; the hard limit of this process is "
-                f"{hard}: `ulimit -n {need}`, by root where it is refused, or fewer requests in flight would be right"
+                f"{hard}: raise it with `ulimit -n {need}`, as root where that is refused, or ask for fewer "
+                "requests in flight"
             )
         need = hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

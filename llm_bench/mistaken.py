@@ -26,7 +26,7 @@ _OTHER_BODY = (415, 422)  # a body of another type, or with other fields
 _INSECURE = ", or believe any with --insecure"  # which gRPC cannot
 _TLS = {  # OpenSSL's words
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted ({}); name its authority with --ca FILE" + _INSECURE,
-    "WRONG_VERSION_NUMBER": "it speaks no TLS; http:// in place of https:// would be right",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS; use http:// instead of https://",
 }
 # The server's own word for why it ended a handshake, as OpenSSL has it and as gRPC's BoringSSL. What it says of no
 # certificate and of a wrong one differs from server to server: TLS 1.2 has one word for any handshake it refuses.
@@ -111,7 +111,7 @@ def of_close(target: Target, why: str) -> str:
         return ""
     if not target.url.startswith("https"):
         grpc = target.dialect.transport == "grpc"
-        return "; it closes without a word, as where TLS is spoken: https:// would be right there" if grpc else ""
+        return "; it closes without a word, as a server of TLS does: try https://" if grpc else ""
     likely = (
         "the client certificate of `cert` is not one of its authority's, or has expired"
         if target.cert

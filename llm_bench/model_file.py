@@ -88,7 +88,7 @@ def load(path: Path | str) -> Model:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _int(text: str) -> int:

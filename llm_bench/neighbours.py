@@ -49,7 +49,7 @@ def together(own: Trace, beside: Sequence[tuple[Trace, Neighbour]], seed: int = 
     rows'. A request's line is that of its own file. Deterministic by `seed` (NumPy's PCG64). Raises BenchError for
     parts that cannot stand beside each other, and for shares that leave the trace nothing.
     """
-    assert beside, "checked by who calls"
+    assert beside, "checked by the caller"
     traces = [own, *(trace for trace, _ in beside)]
     names = [Neighbour(own.path, parts.class_of(own.path)), *(neighbour for _, neighbour in beside)]
     taken = sum(n.share or 0.0 for n in names)

@@ -202,7 +202,7 @@ class _Peer(asyncio.Protocol):
             tokens = asked.get("max_completion_tokens") or asked.get("max_tokens") or DEFAULT_TOKENS
             prompt_tokens = _words(asked.get("messages") or asked.get("prompt"))
             if not isinstance(tokens, int) or not 0 < tokens <= MOST_TOKENS:
-                raise ValueError(f"max_tokens is {tokens!r}, a whole number of 1 to {MOST_TOKENS} would be right")
+                raise ValueError(f"max_tokens is {tokens!r}, expected a whole number from 1 to {MOST_TOKENS}")
             include_usage = (asked.get("stream_options") or {}).get("include_usage", False)
         except (ValueError, AttributeError, RecursionError) as e:
             self._refuse(400, str(e))
@@ -331,7 +331,7 @@ async def _main(port: int, target: Callable[[], NullTarget], exit_with_stdin: bo
     try:
         server = await target().serve(port)
     except OSError as e:
-        problem = f"--port {port}: {e.strerror or e}; would be right: another, or 0 for any that is free"
+        problem = f"--port {port}: {e.strerror or e}; expected another, or 0 for any that is free"
         raise CannotServe(problem) from e
     try:
         print(f'{{"listening": "http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"}}', flush=True)
@@ -377,19 +377,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when stdin is closed")
     asked = parser.parse_args(arguments)
     if not all(0 <= ms <= LONGEST_MS for ms in (asked.ttft_ms, asked.itl_ms)) or asked.tokens_per_event < 1:
-        parser.error(f"times of 0 to {LONGEST_MS:.0f} ms and one token an event or more would be right")
+        parser.error(f"expected times of 0 to {LONGEST_MS:.0f} ms, and one token an event or more")
     if not 0 <= asked.port <= 65535:  # uvloop takes it modulo 65,536
-        parser.error("a --port of 0 to 65535 would be right")
+        parser.error("expected a --port of 0 to 65535")
     if not 0 <= asked.servers <= MOST_SERVERS or not 0 < asked.service_ms <= LONGEST_MS:
-        parser.error(
-            f"--servers of 0 to {MOST_SERVERS} and a --service-ms above 0, to {LONGEST_MS:.0f}, would be right"
-        )
+        parser.error(f"expected --servers of 0 to {MOST_SERVERS}, and a --service-ms above 0, at most {LONGEST_MS:.0f}")
     times = Times(round(asked.ttft_ms * 1e6), round(asked.itl_ms * 1e6), asked.tokens_per_event)
     raise_file_limit(1 << 20, strict=False)  # a client kept waiting for want of one would look slow
     mean_ns = round(asked.service_ms * 1e6)
     queue = Queue(asked.servers, asked.service, mean_ns, asked.seed) if asked.servers else None
     if 1 in _hold_standard_files():
-        problem = "standard output is closed; would be right: open, for it is told where this server listens"
+        problem = "standard output is closed; expected it open, since the address of this server is written there"
         parser.exit(2, f"{parser.prog}: {problem}\n")
     try:
         truth = asked.truth.open("wb") if asked.truth else None

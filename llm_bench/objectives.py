@@ -155,7 +155,7 @@ def _quantity(text: str, unit: str, where: str) -> float:
     match, known = _NUMBER.fullmatch(text), _UNITS[unit]
     right = _EXAMPLES.get(unit, "50")
     if match is None:
-        raise BenchError(f"{where}: {text!r} is no number, expected one such as {right}")
+        raise BenchError(f"{where}: {text!r} is not a number, expected one such as {right}")
     number, suffix = float(match[1]), match[2].strip()
     if suffix not in known:
         what = f"the unit {suffix!r}" if suffix else "a number without its unit"

@@ -9,31 +9,35 @@ import typer
 from llm_bench.errors import BenchError
 
 TargetsFile = Annotated[Path, typer.Option(help="File of declared targets.")]
-Api = Annotated[str, typer.Option(help="Protocol: a row of docs/reference.md; default: openai-chat.")]
+Api = Annotated[str, typer.Option(help="Protocol, by its name in docs/reference.md; default: openai-chat.")]
 Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
 KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the targets' API key.")]
 Tokenizer = Annotated[str, typer.Option(help="tokenizer.json: prompts of an exact token count.")]
 Ca = Annotated[str, typer.Option(help="PEM file of a private authority for https.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Believe any https certificate; the records say so.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Accept any https certificate; the records say so.")]
 Proxy = Annotated[str, typer.Option(help="http://HOST:PORT, env (as HTTP_PROXY and NO_PROXY say) or none.")]
 MaxLen = Annotated[int, typer.Option(help="Context limit in tokens; default: what the target says.")]
 Ready = Annotated[float, typer.Option(help="Seconds to wait for a target that is still starting.")]
 Metrics = Annotated[str, typer.Option(help="Comma-separated names of docs/reference.md, e.g. ttft_p95.")]
 SloText = Annotated[str, typer.Option("--slo", help="Limits, e.g. ttft_p95<800ms,error_rate<1%, or a preset's name.")]
-Deadlines = Annotated[str, typer.Option(help="Of each token, e.g. ttft=800ms,tpot=50ms; default: the limits of --slo.")]
+Deadlines = Annotated[str, typer.Option(help="Deadlines of tokens, e.g. ttft=800ms,tpot=50ms; default: from --slo.")]
 FailOnSlo = Annotated[
     bool, typer.Option("--fail-on-slo", help="Exit 1 when a limit is missed, 3 when one is undecided.")
 ]
-TraceFormat = Annotated[str | None, typer.Option("--format-of-trace", help="Override the format that is found.")]
-Unit = Annotated[str | None, typer.Option(help="Of its times: s, ms, us, ns or date-time, instead of the format's.")]
+TraceFormat = Annotated[
+    str | None, typer.Option("--format-of-trace", help="Format of the trace; default: detected from its keys.")
+]
+Unit = Annotated[str | None, typer.Option(help="Unit of its times: s, ms, us, ns or date-time; default: the format's.")]
 Turns = Annotated[str | None, typer.Option(help="A turn's length: cumulative (whole prompt) or new (what is added).")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens of a hash block, where the format's is not right.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens in a hash block; default: the format's.")]
 SkipBad = Annotated[int, typer.Option(help="Tolerate up to N bad rows; they are counted.")]
 Map = Annotated[str, typer.Option("--map", help="Columns of a plain table: at=ts,in=prompt_tokens,out=gen_tokens.")]
 Dejitter = Annotated[
-    str, typer.Option(help="Times on ticks are spread inside each: auto, even, off, or the tick's seconds.")
+    str, typer.Option(help="Spread times that stand on ticks: auto, even, off, or the tick's length in seconds.")
 ]
-As = Annotated[str, typer.Option("--as", help="Also what other tools would have printed: vllm,sglang,guidellm ...")]
+As = Annotated[
+    str, typer.Option("--as", help="Also show what other tools would have printed: vllm,sglang,guidellm ...")
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the report to a file; parquet needs one: a row a request.")
 ]
@@ -45,30 +49,40 @@ Concurrency = Annotated[str, typer.Option(help="Closed loop: this many slots, e.
 Rate = Annotated[str, typer.Option(help="Open loop: requests per second, e.g. 1,2,4.")]
 Replay = Annotated[bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")]
 Speed = Annotated[float, typer.Option(help="Replay this many times as fast: 2 takes half as long.")]
-MaxInFlight = Annotated[int | None, typer.Option(help="Open loop's only cap; late ones queue, and it shows.")]
+MaxInFlight = Annotated[
+    int | None, typer.Option(help="Open loop: most requests in flight; the rest queue, and it shows as lag.")
+]
 Requests = Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")]
 Limit = Annotated[int | None, typer.Option(help="First rows of the trace, at most N, in whole conversations.")]
 Duration = Annotated[float | None, typer.Option(help="Seconds: of the window (closed) or of sending (open).")]
 Warmup = Annotated[float | None, typer.Option(help="Requests (closed; 2 x slots) or seconds (open; 5% of the span).")]
 Drain = Annotated[
-    float | None, typer.Option(help="Seconds to wait for the last answers; default: each has its own time-outs.")
+    float | None, typer.Option(help="Seconds to wait for the last answers; default: until their own time-outs.")
 ]
-LoopTrace = Annotated[bool, typer.Option("--loop-trace", help="Go round the trace, each lap with a new salt.")]
-Retries = Annotated[int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first.")]
+LoopTrace = Annotated[bool, typer.Option("--loop-trace", help="Repeat the trace, each lap with new prompts.")]
+Retries = Annotated[
+    int, typer.Option(help="Retries of 429, 5xx and refused connections; latency runs from the first attempt.")
+]
 TooLong = Annotated[str, typer.Option(help="Requests over the context limit: refuse, skip, clip or scale.")]
-ScaleLengths = Annotated[str, typer.Option(help="Multiply all lengths of the trace, e.g. 0.5 or 1/32; sharing stays.")]
+ScaleLengths = Annotated[
+    str, typer.Option(help="Multiply all lengths of the trace, e.g. 0.5 or 1/32; sharing is kept.")
+]
 SameSalt = Annotated[
-    bool, typer.Option("--same-salt", help="Equal prompts in both arms of a pair; separate servers only.")
+    bool, typer.Option("--same-salt", help="The same prompts in both arms of a pair; for separate servers only.")
 ]
 NoStream = Annotated[bool, typer.Option("--no-stream", help="Ask for whole answers: no TTFT, no TPOT.")]
 ConnectTimeout = Annotated[float, typer.Option(help="Seconds; 0: none.")]
 TtftTimeout = Annotated[float, typer.Option(help="Seconds from sending to the first token; 0: none.")]
 StallTimeout = Annotated[float, typer.Option(help="Seconds without a byte after the first token; 0: none.")]
-TotalTimeout = Annotated[float, typer.Option(help="Seconds of one request in all, retries too; 0: none.")]
-Workers = Annotated[str, typer.Option(help="Processes that share each cell: a number, or auto; a cap is held by one.")]
+TotalTimeout = Annotated[float, typer.Option(help="Seconds for a whole request, retries included; 0: none.")]
+Workers = Annotated[
+    str, typer.Option(help="Processes that share each cell: a number, or auto; a cap needs one process.")
+]
 ScrapeEvery = Annotated[float, typer.Option(help="Seconds between scrapes.")]
-Gpu = Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML, extra gpu).")]
-Fault = Annotated[list[str], typer.Option("--fault", help="WHEN:WHAT in each cell, as 30s:engine:crash; repeatable.")]
+Gpu = Annotated[bool, typer.Option("--gpu", help="Read this machine's GPUs too (NVML; needs the extra gpu).")]
+Fault = Annotated[
+    list[str], typer.Option("--fault", help="WHEN:WHAT in each cell, such as 30s:engine:crash; may be given again.")
+]
 MetricsUrl = Annotated[
     str, typer.Option(help="Scrape the servers' metrics beside the run: URL|URL, or auto (/metrics of each).")
 ]

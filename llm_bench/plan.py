@@ -154,7 +154,7 @@ class Plan:
     def payload(self, index: int, previous: Exchange | None) -> bytes:
         begin, end = self._offsets[index : index + 2]
         if begin == end:
-            assert previous is not None, "bytes that need an answer which there is not"
+            assert previous is not None, "bytes that need an answer, and there is none"
             return self._next_payload(index, previous)
         assert self._map is not None, "payload before write"
         return self._map[begin:end]

@@ -96,7 +96,7 @@ def agreement_lines(found: Sequence[Found]) -> list[str]:
         if apart := costs_apart(mine.agreement_tokens, theirs.agreement_tokens):
             lines.append(f"{pair}: differing tokenizers: {apart}")
         if silent := [of.name for of, said in ((first, mine), (target, theirs)) if not said.agreement_tokens]:
-            unknown = "whether they have one tokenizer is unknown"
+            unknown = "whether they share a tokenizer is unknown"
             lines.append(f"{pair}: {unknown}: {' and '.join(silent)} reported no prompt tokens")
     return lines
 

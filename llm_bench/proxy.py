@@ -43,9 +43,7 @@ def read(url: str, who: str, variable: str = "") -> Proxy:
         url = f"http://{url}"
     scheme = url.partition("://")[0].lower()
     if scheme in _OTHER_KINDS:
-        raise BenchError(
-            f"{who} is a proxy of {scheme}://, which is not supported; an HTTP proxy would be right: {_RIGHT}"
-        )
+        raise BenchError(f"{who} is a proxy of {scheme}://, which is not supported; expected an HTTP proxy, {_RIGHT}")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -53,7 +51,7 @@ def read(url: str, who: str, variable: str = "") -> Proxy:
         host, port = "", None
     sound = scheme == "http" and host.isascii() and host.isprintable() and " " not in host and port != 0
     if not sound or not host or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise BenchError(f"{who} is no URL of a proxy; right: {_RIGHT}")
+        raise BenchError(f"{who} is not the URL of a proxy; expected {_RIGHT}")
     user = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
     said = f"Basic {base64.b64encode(user.encode()).decode()}" if user != ":" else ""
     return Proxy(host, 80 if port is None else port, said, variable)

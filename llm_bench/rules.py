@@ -118,7 +118,7 @@ HARMLESS: Mapping[str, str] = {
     "retries": "latency runs from the first attempt, so that it holds them",
     "trace changed": "what the arms sent is compared itself",
 }
-# Doubts of which a user may say that they are meant so. Others are about the figures themselves.
+# Doubts that a user may accept as intended. Others are about the figures themselves.
 ACCEPTABLE: tuple[str, ...] = (NOT_INTERLEAVED, TARGETS, NETWORK, "delivered tokens", "prompt tokens")
 ACCEPTABLE += ("repeated prompts", "cached prompts")
 

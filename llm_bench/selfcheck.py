@@ -191,7 +191,7 @@ def busy(found: Mapping[str, Found], load_average: float | None, cores: int) -> 
     errors = [pair[1] for f in found.values() for pair in (f.ttft_error_ms, f.gap_error_ms) if pair is not None]
     if max(errors, default=0.0) > BUSY_MS:
         why.append(f"a p99 error of {max(errors):,.1f} ms is over {BUSY_MS:g} ms")
-    return f"this machine was busy ({'; '.join(why)}): do it again when it is idle" if why else ""
+    return f"this machine was busy ({'; '.join(why)}): repeat this when it is idle" if why else ""
 
 
 def rows(found: Mapping[str, Found]) -> list[tuple[str, ...]]:

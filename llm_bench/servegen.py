@@ -206,7 +206,7 @@ def _pmf(literal: object, name: str) -> Pmf | None:
     try:
         values: dict[int, float] = ast.literal_eval(literal.strip())
     except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
-        raise ValueError(f"{name} is no Python dict: {e.__class__.__name__}") from None
+        raise ValueError(f"{name} is not a Python dict: {e.__class__.__name__}") from None
     if not values:
         return None
     tokens, p = np.array(list(values), np.int64), np.array(list(values.values()), np.float64)

@@ -101,7 +101,7 @@ def read(page: bytes) -> Values:
     try:
         text = page.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f"byte {e.start} is no UTF-8, expected Prometheus text") from None
+        raise ValueError(f"byte {e.start} is not UTF-8, expected Prometheus text") from None
     found: Values = {}
     for sample in prometheus.parse(text, WANTED):
         if sample.name in CONFIGS:

@@ -24,9 +24,9 @@ _RIGHT = {
     407: "a proxy on the way wants a user and password: --proxy http://USER:PASSWORD@HOST:PORT",
     429: "it takes no more requests now: wait {wait}, or have its limit raised for this key",
     500: "the fault is the server's own: its log says more",
-    502: "a proxy before the server does not reach it: start the server, or correct the URL",
+    502: "a proxy in front of the server cannot reach it: start the server, or correct the URL",
     503: "it is overloaded, or not up yet: wait {wait}",
-    504: "a proxy before the server waits no longer for its answer: see whether the server is up",
+    504: "a proxy in front of the server gave up waiting: see whether the server is up",
 }
 # Of gRPC the others tell too little: RESOURCE_EXHAUSTED is a message that is too long as well, and no proxy answers.
 _RIGHT_OF_GRPC = {status: _RIGHT[status] for status in (500, 503)}

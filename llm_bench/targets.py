@@ -104,10 +104,10 @@ def _named(spec: str, file: Path, flags: Mapping[str, Any]) -> list[Target]:
     for item in filter(None, (part.strip() for part in spec.split(","))):
         name, sign, url = item.partition("=") if not item.startswith(("http://", "https://")) else ("", "=", item)
         if sign and not url:
-            raise BenchError(f"--targets {name}=: no URL after it; right: {name}=http://host:8000/v1")
+            raise BenchError(f"--targets {name}=: no URL after it; expected {name}=http://host:8000/v1")
         name = name or _address(url)
         if not _NAME.fullmatch(name):
-            raise BenchError("--targets: a name has letters, digits, . : - _ only; right: NAME=http://host:8000/v1")
+            raise BenchError("--targets: a name has letters, digits, . : - _ only; expected NAME=http://host:8000/v1")
         if not sign and name not in declared and name not in BUILT_IN:
             known = ", ".join([*declared, *BUILT_IN])
             key = name if name.replace("-", "_").isidentifier() else f'"{name}"'
@@ -204,7 +204,7 @@ def _checked(target: Target) -> Target:
         raise BenchError(f"{who}: unknown api {target.api!r}; known: {', '.join(DIALECTS)}")
     if bool(target.http) is not bool(DIALECTS[target.api].made):
         table = f"[{who.replace(' ', 's.')}.http]"
-        why = f"has a table {table}, which is of api http" if target.http else f"is worded by a table {table} alone"
+        why = f"has a table {table}, which is of api http" if target.http else f"needs a table {table}"
         raise BenchError(f"{who}: api {target.api} {why}: body = '{{\"prompt\": {{{{prompt|tojson}}}}}}', text = ...")
     if not target.launch:
         for url in target.url.split("|"):
@@ -212,10 +212,12 @@ def _checked(target: Target) -> Target:
             _check_path(who, target.api, url.strip())
     for name, variable in (("key_env (--key-env)", target.key_env), ("management_key_env", target.management_key_env)):
         if variable and not _VARIABLE.fullmatch(variable):
-            raise BenchError(f"{who}: {name} is the NAME of an environment variable, as VLLM_KEY; no key")
+            raise BenchError(f"{who}: {name} is the NAME of an environment variable, such as VLLM_KEY, not a key")
     for name in target.headers:
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OURS:
-            raise BenchError(f"{who}: header {name!r} is no name of a header, or one that every request has already")
+            raise BenchError(
+                f"{who}: header {name!r} is not the name of a header, or is one that every request has already"
+            )
     key_header, _ = DIALECTS[target.api].site.key_header
     if target.key_env and key_header.lower() in {name.lower() for name in target.headers}:
         raise BenchError(f"{who}: both key_env and a header {key_header}; keep one of them")
@@ -236,7 +238,11 @@ def _checked(target: Target) -> Target:
     if target.cafile or target.cert:
         tls(target)
     if DIALECTS[target.api].transport == "grpc" and (target.insecure or target.proxy not in ("", "none")):
-        what = "believes no certificate unseen: --ca FILE" if target.insecure else "goes through no proxy: --proxy none"
+        what = (
+            "cannot accept unchecked certificates: give --ca FILE"
+            if target.insecure
+            else "cannot go through a proxy: give --proxy none"
+        )
         raise BenchError(f"{who}: gRPC {what}")
     return replace(target, url="|".join(target.urls), management=target.management.rstrip("/"))
 
@@ -262,14 +268,14 @@ def _check_path(who: str, api: str, url: str) -> None:
             model = ", the model in `model`" if "{model}" in path else ""
             meant = "" if _VERSION.search(before) else "; a gateway's own path of that name ends in /"
             raise BenchError(
-                f"{who}: {found[0]} is what api {name} adds to a URL by itself; right: {right}{model}{meant}"
+                f"{who}: {found[0]} is what api {name} adds to a URL by itself; expected {right}{model}{meant}"
             )
 
 
 def _check_url(who: str, url: str) -> None:
     """The URL itself is not repeated: what is wrong with it may be a key in it."""
     if not url:
-        raise BenchError(f'{who}: it has no url; right: url = "http://host:8000/v1"')
+        raise BenchError(f'{who}: it has no url; expected url = "http://host:8000/v1"')
     if "@" in url:  # it would be stored with the command line and shown in `ps`
         raise BenchError(f"{who}: the URL holds a user or key; name the key's variable: --key-env")
     if "?" in url or "#" in url:
@@ -284,7 +290,7 @@ def _check_url(who: str, url: str) -> None:
     except ValueError:  # a port that is no number, half an IPv6 address
         sound = False
     if not sound or not is_printable(url) or " " in url:
-        raise BenchError(f"{who}: what is given is no URL; right: http://host:8000/v1")
+        raise BenchError(f"{who}: what is given is not a URL; expected http://host:8000/v1")
 
 
 def _check_proxy(target: Target) -> None:

@@ -49,7 +49,7 @@ def _detect(first: Values, asked: str | None) -> str:
     if asked and asked not in FORMATS:
         raise ValueError(f"format {found(asked, 'one of ' + ', '.join((*FORMATS, *ALIASES)))}")
     if "llm_bench_model" in first:
-        raise ValueError("a model, no trace; one is made of it by: llm-bench trace synth MODEL -o FILE")
+        raise ValueError("a model, not a trace; make one from it with: llm-bench trace synth MODEL -o FILE")
     names = [name for name, form in FORMATS.items() if form.detect(first) and asked in (None, name)]
     if not names and asked:
         raise ValueError(f"no {asked} file has the keys {shortened(first)}, expected {FORMATS[asked].about}")
@@ -165,7 +165,7 @@ def opened(
 ) -> Iterator[Source]:
     """The file, with what `read` says of each option; its rows are read by `rows`."""
     if path.is_dir():
-        made = "ServeGen's clients are made a trace by: llm-bench trace synth FOLDER --duration SECONDS -o FILE"
+        made = "make a trace from ServeGen's clients with: llm-bench trace synth FOLDER --duration SECONDS -o FILE"
         raise BenchError(f"{path}: a folder; {made}")
     with containers.reading(path) as file:
         try:

@@ -64,7 +64,7 @@ def test_no_interval_and_no_limit_are_said_with_their_reason():
     text = trade(BEFORE, none, 2, SLO).text
     assert "its p95 TTFT is not known (not streamed)" in text
     assert "its throughput is not known (no tokens)" in text
-    assert "no budget to be said: not streamed" in text
+    assert "no budget can be given: not streamed" in text
 
 
 def served(n: int, ttft: float, seed: int) -> Cell:
@@ -191,7 +191,7 @@ def test_of_answers_that_come_whole_answers_a_second_and_their_time_are_traded()
     assert whole(40, 8, {"kind": "open", "rate": 200.0}).offered
     assert not whole(40, 8, closed).offered
     assert (
-        "10 ms is not to be compared (one of the two answered whole, the other in tokens) and costs what cannot be "
+        "10 ms cannot be compared (one of the two answered whole, the other in tokens) and costs what cannot be "
         "said; " in trade(BEFORE, whole(40, 8, closed), 10, SLO).text
     )
 

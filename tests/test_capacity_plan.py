@@ -198,7 +198,7 @@ def test_of_a_target_with_several_urls_it_is_said_what_one_replica_is(tmp_path, 
 def test_no_proven_load_no_number_of_replicas(measured):
     sections = capacity_plan.plan([measured], Ask(parse("ttft_p95<1ms"), demand=Demand(100)))
     assert figures(sections, "within_slo")["rate_within_slo"] is None
-    assert "no number of replicas can be said" in notes(sections, "fleet")
+    assert "no number of replicas can be given" in notes(sections, "fleet")
     text = capacity_report.render(sections, "terminal")
     assert "rate within the SLO of one replica  –  = no load is proven to meet it" in text
 
@@ -333,7 +333,7 @@ def test_a_run_of_single_passes_has_a_ceiling_of_answers_and_a_cost_an_answer(tm
 def test_without_limits_there_are_ceilings_and_nothing_else_is_claimed(measured):
     sections = capacity_plan.plan([measured], Ask())
     text = capacity_report.render(sections, "terminal")
-    assert "without limits no load is proven, and only ceilings can be said" in " ".join(text.split())
+    assert "without limits no load is proven, and only ceilings can be given" in " ".join(text.split())
     assert "ceiling by token rate" in text
     for claim in ("MET", "proven at", "rate within the SLO of", "goodput"):
         assert claim not in text

@@ -117,7 +117,7 @@ def test_of_a_backlog_that_grows_offered_and_served_are_apart(tmp_path):
     assert one.stay_s is not None
     assert one.window_s < one.stay_s
     assert busiest([one]) == (
-        "no load was steady for as long as its requests stay: its tokens/s are of no steady state"
+        "no load was steady for as long as its requests stay: its tokens/s are not those of a steady state"
     )
 
 
@@ -420,7 +420,7 @@ def test_a_backlog_that_the_client_made_is_no_miss_and_no_sign_of_a_full_server(
         assert "no more than this client's own lateness explains" in one.why
         assert brackets([one])[0].high is None
         assert busiest([one]) == (
-            "no load was steady for as long as its requests stay: its tokens/s are of no steady state"
+            "no load was steady for as long as its requests stay: its tokens/s are not those of a steady state"
         )
 
 

@@ -141,7 +141,7 @@ def test_what_a_config_does_not_say_may_be_given(model):
     (["--what-if", "tokens_out=3", "tokens_out=4"], "given twice"),
     (["--what-if", "tokens_out=450"], "none of these pairs"),
     (["--what-if", "utilization=1.5"], "--utilization 1.5"),
-    (["tokens_out=450"], "stand after --what-if"),
+    (["tokens_out=450"], "go after --what-if"),
     (["nowhere"], "no such run folder"),
     ([*WORKED, "--spares", "1"], "--spares without --target-rate"),
     ([*WORKED, "--growth", "5%/month"], "--growth without --target-rate"),

@@ -178,10 +178,10 @@ def test_numbers_with_a_fraction_keep_all_their_digits(tmp_path: Path) -> None:
         ('{"a": 1', "not JSON: "),
         ("[1", "expected a comma or one ]"),
         ("[1] 2", "expected a comma or one ]"),
-        ("[1 2]", "stands behind it"),
+        ("[1 2]", "follows it"),
         ("[,]", "not JSON: Expecting value"),
         ('[{"a": 1}, {"a": 1, "a": 2}]', ":2: the key 'a' is there twice"),
-        ('[{"a": 1}, {"a": NaN}]', ":2: NaN is no JSON number"),
+        ('[{"a": 1}, {"a": NaN}]', ":2: NaN is not a JSON number"),
         ('{"a": 1,\n "b": 2\n "c": 3}', "line 3, column 2"),
         ('{"a": 1,\n "b": 2} {"a": 2}', "not JSON: Extra data"),
         ("[" * 100_000, "nested too deeply"),
@@ -447,7 +447,7 @@ def test_a_long_prompt_is_a_cell_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a,b\r1,2\r3,4\r", "a carriage return stands inside it, expected lines that end in LF or in CR LF"),
+        ("a,b\r1,2\r3,4\r", "it contains a carriage return, expected lines that end in LF or in CR LF"),
         ('a,b\n1,"2\n', "the file ends inside a quoted cell"),
         ('{"a": ' + "9" * 5000 + "}", "a whole number of over 4300 digits"),
     ],

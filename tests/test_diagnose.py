@@ -277,7 +277,7 @@ def test_the_clients_part_is_graded_by_its_share_of_the_whole() -> None:
     assert "its lag is 19% of e2e" in some.seen
     assert "other findings stand" in some.check
     much = diagnose(of_lag(60.0)).findings["client limited"]
-    assert (much.sure, "before that believe no other finding" in much.check) == ("sure", True)
+    assert (much.sure, "until then, trust no other finding" in much.check) == ("sure", True)
 
 
 def test_a_client_that_stood_still_for_a_moment_or_for_long() -> None:

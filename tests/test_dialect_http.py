@@ -118,24 +118,24 @@ def test_a_template_is_a_strangers_program():
     [
         ({}, 'it has no body, a template of the body, as \'{"model"'),
         ({"body": BODY, "txt": "a"}, "unknown key 'txt', 'text' is near; known: body, event, text"),
-        ({"body": BODY, "text": 5}, "text is no text, or an empty one; right: the path of an event's text"),
-        ({"body": BODY, "text": ""}, "text is no text, or an empty one"),
-        ({"body": ["x"]}, "body is no text"),
+        ({"body": BODY, "text": 5}, "text is not a text, or is empty; expected the path of an event's text"),
+        ({"body": BODY, "text": ""}, "text is not a text, or is empty"),
+        ({"body": ["x"]}, "body is not a text"),
         ({"body": BODY, "text": "a..b"}, "text is 'a..b'; right: names and places with a dot between"),
         ({"body": BODY, "error": "."}, "error is '.'"),
-        ({"body": BODY, "event": "websocket"}, "event is 'websocket'; right: one of sse, ndjson, chunks, whole"),
+        ({"body": BODY, "event": "websocket"}, "event is 'websocket'; expected one of sse, ndjson, chunks, whole"),
         ({"body": BODY, "done": "[DONE]"}, "done is of a stream, and event is whole"),
         ({"body": "{{promt}}"}, "body names promt; known: prompt, messages"),
-        ({"body": "{{prompt"}, "body is no template: unexpected end of template"),
-        ({"body": "{% for %}"}, "body is no template"),
+        ({"body": "{{prompt"}, "body is not a template: unexpected end of template"),
+        ({"body": "{% for %}"}, "body is not a template"),
         (
             {"body": '{"text": "{{prompt}}"}'},
-            r"filled with a prompt of quotes and line ends it is no JSON .* right: {{p",
+            r"filled with a prompt of quotes and line ends it is not JSON .* right: {{p",
         ),
-        ({"body": '{"n": {{max_tokens}}'}, "is no JSON"),
-        ({"body": "{{prompt|nosuch}}"}, r"body is no template: No filter named 'nosuch'\.$"),  # and no second line
+        ({"body": '{"n": {{max_tokens}}'}, "is not JSON"),
+        ({"body": "{{prompt|nosuch}}"}, r"body is not a template: No filter named 'nosuch'\.$"),  # and no second line
         ({"body": "{{'a' * 99999999999999}}"}, "body cannot be filled: (MemoryError|OverflowError)"),
-        ({"body": "  "}, "body is no text, or an empty one"),
+        ({"body": "  "}, "body is not a text, or is empty"),
     ],
 )
 def test_a_wrong_table_is_told_what_is_right(table, said):
@@ -171,7 +171,7 @@ def test_a_table_stands_in_targets_toml(tmp_path):
     with pytest.raises(BenchError, match=r"\[targets.t\] http is of type int, expected a table of texts"):
         targets.parse("t", file, {})
     file.write_text(head)
-    with pytest.raises(BenchError, match=r"api http is worded by a table \[targets.t.http\] alone: body = "):
+    with pytest.raises(BenchError, match=r"api http needs a table \[targets.t.http\]: body = "):
         targets.parse("t", file, {})
     file.write_text(f"{head}[targets.t.http]\nbody = '{BODY}'\n".replace('"http"', '"tgi"'))
     with pytest.raises(BenchError, match=r"api tgi has a table \[targets.t.http\], which is of api http"):

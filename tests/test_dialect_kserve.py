@@ -63,7 +63,7 @@ def test_a_prompt_of_line_ends_does_not_end_the_json():
 
 def test_half_precision_has_no_json():
     ask = Ask("m", extra={"tensors": {"X": {"datatype": "FP16", "shape": [2]}}})
-    with pytest.raises(BenchError, match="line 7: input X is FP16, which JSON has not; --api kserve-binary"):
+    with pytest.raises(BenchError, match="line 7: input X is FP16, which JSON cannot hold; use --api kserve-binary"):
         JSON.encode(ROW, ask)
     assert BINARY.encode(ROW, ask)
     bent = Ask("m", extra={"tensors": {"X": {"datatype": "INT8", "shape": [1], "data": 500}}})

@@ -71,7 +71,7 @@ def test_documents_that_are_given_are_sent_and_the_prompt_is_the_query(name, key
     assert (made["query"], made[key]) == (TEXT, ["a", "b"])
     assert body(name, Request(27, None, prompt=TEXT), extra={key: ["x"]})[key] == ["x"]
     for wrong in ("a", [], {}):
-        with pytest.raises(BenchError, match=f"line 4: extra.{key} is no list of documents"):
+        with pytest.raises(BenchError, match=f"line 4: extra.{key} is not a list of documents"):
             body(name, Request(27, None, prompt=TEXT, extra={key: wrong}, line=4))
 
 

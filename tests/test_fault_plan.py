@@ -67,7 +67,7 @@ def test_times_are_exact_and_faults_are_in_their_order(ms: int) -> None:
         ("30s:POST nowhere", "METHOD URL"),
         ("30s:POST http://user:key@h/", "without user or key"),
         ("30s:POST http://h:99999/", "METHOD URL"),
-        ("30s:POST http://h/ {oom}", "the body is no JSON"),
+        ("30s:POST http://h/ {oom}", "the body is not JSON"),
         ("30s:cmd:", "no command"),
         ("30s:cmd:a 'b", "as a shell would split it"),
         ("30s:sh:", "nothing for the shell"),

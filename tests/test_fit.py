@@ -198,7 +198,7 @@ HOSTILE = {
     "[" * 100_000: "nested too deeply",
     '{"llm_bench_model": 2}': "llm_bench_model is 2, expected 1",
     '{"llm_bench_model": 1}': "the file has",
-    '{"llm_bench_model": NaN}': "NaN is no JSON number",
+    '{"llm_bench_model": NaN}': "NaN is not a JSON number",
 }
 
 

@@ -422,7 +422,7 @@ def test_a_self_signed_certificate(name, secure):
 def test_https_to_a_server_without_it():
     with _closes(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         said = refused(Target("t", f"https://127.0.0.1:{port}", api="tgi"), ready_s=30.0)
-    assert "it speaks no TLS; http:// in place of https:// would be right" in said
+    assert "it does not speak TLS; use http:// instead of https://" in said
 
 
 def test_nothing_answers_to_a_guess():

@@ -211,5 +211,5 @@ def test_tokenizers_of_which_one_is_not_counted_are_unknown_and_not_different():
     silent = (replace(a[0], name="b"), a[1]._replace(agreement_tokens=()))
     assert probe_report.agreement_lines([a, silent]) == [
         "a and b: 5 of 5 greedy answers are the same",
-        "a and b: whether they have one tokenizer is unknown: b reported no prompt tokens",
+        "a and b: whether they share a tokenizer is unknown: b reported no prompt tokens",
     ]

@@ -78,7 +78,7 @@ def test_other_kinds_of_proxies_are_refused_in_words(kind: str) -> None:
 @pytest.mark.parametrize("url", ["", "p", "enviroment", "p:3128", "ftp://p", "http://", "http://p:0", "http://p:x",
                                  "http://[::1", "http://p/path", "http://p?q=1", "http://a b"])  # fmt: skip
 def test_what_is_no_proxy_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(BenchError, match=r"^--proxy is no URL of a proxy; right: http://HOST:PORT$"):
+    with pytest.raises(BenchError, match=r"^--proxy is not the URL of a proxy; expected http://HOST:PORT$"):
         proxy.read(url, "--proxy")
 
 
@@ -142,7 +142,7 @@ def test_a_wrong_proxy_is_refused_before_anything_is_sent(tmp_path: Path) -> Non
         targets.parse("a=http://h/v1", NONE, {"proxy": "socks5://p:1"})
     file = tmp_path / "targets.toml"
     file.write_text('[targets.a]\nurl = "http://h/v1"\nproxy = "http://p/with/path"\n')
-    with pytest.raises(BenchError, match=r"target a: proxy \(--proxy\) is no URL of a proxy"):
+    with pytest.raises(BenchError, match=r"target a: proxy \(--proxy\) is not the URL of a proxy"):
         targets.parse("a", file, {})
 
 

@@ -88,7 +88,7 @@ def test_a_large_synthesis_has_the_quantiles_that_its_model_publishes(name: str)
 
 
 def test_a_model_that_is_taken_for_a_trace_is_told() -> None:
-    with pytest.raises(BenchError, match="a model, no trace; one is made of it by: llm-bench trace synth"):
+    with pytest.raises(BenchError, match="a model, not a trace; make one from it with: llm-bench trace synth"):
         read(TRACES / "models/chat.json")
 
 

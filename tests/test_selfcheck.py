@@ -58,7 +58,7 @@ def test_a_busy_machine_is_told_so(found, load_average, said):
     text = selfcheck.busy({"a": found, "b": IDLE._replace(ttft_error_ms=None)}, load_average, 2)
     assert said in text
     assert bool(text) is bool(said)
-    assert text.endswith("do it again when it is idle") is bool(said)
+    assert text.endswith("repeat this when it is idle") is bool(said)
 
 
 @pytest.mark.parametrize(("changed", "carried", "why"), [

@@ -199,7 +199,7 @@ def entry(literal: object) -> dict[str, object]:
         (entry("{" * 100_000), 4, "expected a dict like"),
         (entry("{1: " + "-" * 100_000 + "1}"), 4, "expected a dict like"),
         (entry("{1: 1.0, " + "2: 0.0, " * 600_000 + "}"), 4, "4,800,010 characters, expected 4,194,304 at most"),
-        (entry("{1: 1.2.3}"), 4, "no Python dict: SyntaxError"),
+        (entry("{1: 1.2.3}"), 4, "not a Python dict: SyntaxError"),
         (entry("{1: 0.5, 2: 0.4}"), 4, "expected some of sum 1"),
         (entry("{1: 1e308, 2: 1e308}"), 4, "expected some of sum 1"),
         (entry("{0: 1.0}"), 4, "0 to 0 tokens, expected 1 to"),

@@ -68,8 +68,8 @@ def test_a_file_declares_targets_and_a_flag_wins_over_it(tmp_path):
         ("[targets.v]\nurl = 'http://h/v1'\nprice = '2.5'\n", "price '2.5': expected an amount an hour such as 2.50/h"),
         ("[targets.v]\nurl = 'http://h/v1'\nprice = '-2.5/h'\n", "price '-2.5/h': expected an amount an hour"),
         ("[targets.v]\nurl = 'http://h/v1'\nprice = '!!!2/h'\n", "price '!!!2/h': expected an amount an hour"),
-        ("[targets.v]\nurl = 'ftp://h'\n", "is no URL"),
-        ("[targets.v]\nmodel = 'm'\n", "target v: it has no url; right: url = "),
+        ("[targets.v]\nurl = 'ftp://h'\n", "is not a URL"),
+        ("[targets.v]\nmodel = 'm'\n", "target v: it has no url; expected url = "),
         ("[targets.v]\nurl = 'http://h/v1'\nkey_env = 'NOT_SET_ANYWHERE'\n", "NOT_SET_ANYWHERE"),
         ("[targets.v]\nurl = 'http://h/v1'\nmax_model_len = true\n", "max_model_len is of type bool"),
         ("[targets.v]\nurl = 'http://h/v1'\nmax_model_len = -1\n", "max_model_len = -1, expected a whole number, 0"),
@@ -78,7 +78,7 @@ def test_a_file_declares_targets_and_a_flag_wins_over_it(tmp_path):
         ("[targets.v]\nurl = 'http://h/v1'\nextra = { since = 2024-01-01 }\n", "extra.since: "),
         ("[targets.v]\nurl = 'http://h/v1'\nextra = { seed = 99999999999999999999 }\n", "extra.seed: "),
         ("[targets.'a/b']\nurl = 'http://h/v1'\n", "a name has letters"),
-        ("[targets.v]\nurl = 'http://h/v1'\nheaders = { 'X Key' = 'x' }\n", "no name of a header"),
+        ("[targets.v]\nurl = 'http://h/v1'\nheaders = { 'X Key' = 'x' }\n", "not the name of a header"),
         ("[targets.v]\nurl = 'http://h/v1'\nheaders = { Content-Length = '3' }\n", "every request has already"),
         ("[targets.v]\nurl = 'https://h/v1'\ncafile = '/no/such.pem'\n", "cafile /no/such.pem: No such file"),
         (
@@ -141,17 +141,19 @@ def test_a_url_with_the_path_that_its_protocol_adds_is_told_the_right_one(name):
         for url in (base + path, f"http://host:1|{base}{path}"):
             with pytest.raises(BenchError) as caught:
                 targets.parse(f"t={url}", NONE, {"api": name})
-            right = f'{path} is what api {name} adds to a URL by itself; right: url = "{base}"'
+            right = f'{path} is what api {name} adds to a URL by itself; expected url = "{base}"'
             assert str(caught.value).startswith(f"target t: {right}")
             assert ("the model in `model`" in str(caught.value)) is ("{model}" in row.path)
         assert targets.parse(f"t={base}", NONE, {"api": name})[0].url == base
 
 
 def test_a_url_with_the_path_of_another_protocol_is_told_which():
-    said = 'right: url = "http://h/v1", api = "openai-completions"'
+    said = 'expected url = "http://h/v1", api = "openai-completions"'
     with pytest.raises(BenchError, match=f"^target t: /completions is what api openai-completions adds .*{said}$"):
         targets.parse("t=http://h/v1/completions", NONE, {})
-    with pytest.raises(BenchError, match='/models is what api openai-chat adds to a URL by itself; right: url = "http'):
+    with pytest.raises(
+        BenchError, match='/models is what api openai-chat adds to a URL by itself; expected url = "http'
+    ):
         targets.parse("t=http://h/v1/models", NONE, {})
     for fine in ("http://h/models", "http://h/messages", "http://h/generate"):  # a gateway's own, maybe
         assert targets.parse(f"t={fine}", NONE, {})[0].url == fine

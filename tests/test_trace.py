@@ -106,7 +106,7 @@ def test_a_folder_is_refused_with_what_makes_a_trace_of_one(tmp_path: Path) -> N
     with pytest.raises(BenchError) as e:
         read(tmp_path)
     making = "llm-bench trace synth FOLDER --duration SECONDS -o FILE"
-    assert str(e.value) == f"{tmp_path}: a folder; ServeGen's clients are made a trace by: {making}"
+    assert str(e.value) == f"{tmp_path}: a folder; make a trace from ServeGen's clients with: {making}"
 
 
 def test_limit_stops_after_so_many_requests_and_never_looks_further(file: Path) -> None:
@@ -124,8 +124,8 @@ def test_limit_stops_after_so_many_requests_and_never_looks_further(file: Path) 
         ({"input_length": None}, "input_length is missing"),
         ({"output_length": None}, "output_length is missing"),
         ({"output_tokens": 2}, "output_length 1 and output_tokens 2 name the same thing and differ"),
-        ({"timestamp": math.nan}, "NaN is no JSON number"),
-        ({"timestamp": -math.inf}, "-Infinity is no JSON number"),
+        ({"timestamp": math.nan}, "NaN is not a JSON number"),
+        ({"timestamp": -math.inf}, "-Infinity is not a JSON number"),
         ({"timestamp": 10**400}, "timestamp is 1000"),
         ({"timestamp": -3}, "timestamp is -3, expected a number, 0 or more"),
         ({"timestamp": "82"}, "timestamp is '82'"),
