@@ -133,21 +133,22 @@ def _group_document(group: Group) -> dict[str, Any]:
         "cells": [sheet.measured.name for sheet in group.sheets],
         "outcomes": group.outcomes,
         "metrics": {v.name: _value_document(v) for v in group.values},
-        "classes": {
-            name: {
-                "outcomes": of.outcomes,
-                "metrics": {v.name: _value_document(v) for v in of.values},
-                "alone": None if of.alone is None else {v.name: _value_document(v) for v in of.alone},
-                "interference": of.interference,
-                "factors": _factors(of),
-            }
-            for name, of in group.by_class.items()
-        },
+        "classes": {name: _class_document(of) for name, of in group.by_class.items()},
         "slo": [
             {"limit": x.limit.text, "class": x.limit.of_class, "verdict": x.verdict, "runs": dict(x.runs)}
             for x in group.limits()
         ],
         "doubts": [d._asdict() for d in group.doubts()],
+    }
+
+
+def _class_document(of: ClassSheet) -> dict[str, Any]:
+    return {
+        "outcomes": of.outcomes,
+        "metrics": {v.name: _value_document(v) for v in of.values},
+        "alone": None if of.alone is None else {v.name: _value_document(v) for v in of.alone},
+        "interference": of.interference,
+        "factors": _factors(of),
     }
 
 
@@ -188,16 +189,7 @@ def _cell_document(sheet: Sheet) -> dict[str, Any]:
         "listed": m.listed,
         "metrics": {v.name: _value_document(v) for v in sheet.values},
         "whole_run": {v.name: _value_document(v) for v in sheet.whole_run},
-        "classes": {
-            name: {
-                "outcomes": of.outcomes,
-                "metrics": {v.name: _value_document(v) for v in of.values},
-                "alone": None if of.alone is None else {v.name: _value_document(v) for v in of.alone},
-                "interference": of.interference,
-                "factors": _factors(of),
-            }
-            for name, of in sheet.by_class.items()
-        },
+        "classes": {name: _class_document(of) for name, of in sheet.by_class.items()},
         "slo": [_judged_document(j) for j in sheet.judged],
         "as_tools": {
             table.tool: table._asdict() | {"lines": [line._asdict() for line in table.lines]}

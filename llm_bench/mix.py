@@ -70,7 +70,7 @@ def mix(
     notes = [*spread, *said]
     total = sum(part.share for part in named)
     shares = [part.share / total for part in named]
-    talks = [_talks(trace.requests) for trace, _ in parts]
+    talks = [conversations(trace.requests) for trace, _ in parts]
     dealt = _dealt(talks, shares, count)
     if rate is None:
         rate = _own_rate(talks, shares)
@@ -136,7 +136,7 @@ def _off_ticks(parts: Sequence[tuple[Trace, Part]], mode: str, seed: int) -> tup
 
 # -- which conversations, and when ------------------------------------------------------------------------------------
 
-_Talk = list[Request]  # the turns of one conversation; one request where it has no session
+Talk = list[Request]  # the turns of one conversation; one request where it has no session
 
 
 class _Row(NamedTuple):
@@ -146,9 +146,10 @@ class _Row(NamedTuple):
     key_ns: int  # where it stands: its time, or that of the turn before
 
 
-def _talks(requests: Sequence[Request]) -> list[_Talk]:
-    talks: list[_Talk] = []
-    of_session: dict[str, _Talk] = {}
+def conversations(requests: Sequence[Request]) -> list[Talk]:
+    """The requests by conversation, in the order of their first turns."""
+    talks: list[Talk] = []
+    of_session: dict[str, Talk] = {}
     for r in requests:
         if r.session in of_session:
             of_session[r.session].append(r)
@@ -159,9 +160,9 @@ def _talks(requests: Sequence[Request]) -> list[_Talk]:
     return talks
 
 
-def _dealt(talks: Sequence[list[_Talk]], shares: Sequence[float], count: int | None) -> list[tuple[int, _Talk]]:
+def _dealt(talks: Sequence[list[Talk]], shares: Sequence[float], count: int | None) -> list[tuple[int, Talk]]:
     """(part, conversation) in the order of dealing."""
-    dealt: list[tuple[int, _Talk]] = []
+    dealt: list[tuple[int, Talk]] = []
     requests = [0] * len(talks)
     left = [iter(of) for of in talks]
     while count is None or sum(requests) < count:
@@ -174,7 +175,7 @@ def _dealt(talks: Sequence[list[_Talk]], shares: Sequence[float], count: int | N
     return dealt
 
 
-def _starts_ns(talks: Sequence[_Talk]) -> list[int]:
+def _starts_ns(talks: Sequence[Talk]) -> list[int]:
     """[] where the part has no times: every conversation opens with one, or none does (`trace.read`)."""
     return [round(talk[0].at_s * 1e9) for talk in talks if talk[0].at_s is not None]
 
@@ -184,7 +185,7 @@ def _span_ns(starts: Sequence[int]) -> float:
     return (starts[-1] - starts[0]) * len(starts) / max(len(starts) - 1, 1) if starts else 0.0
 
 
-def _own_rate(talks: Sequence[list[_Talk]], shares: Sequence[float]) -> float | None:
+def _own_rate(talks: Sequence[list[Talk]], shares: Sequence[float]) -> float | None:
     """Requests per second at which the timed parts keep the sum of their own rates; None where no part has times."""
     rates: dict[int, float] = {}
     for part, of in enumerate(talks):
@@ -198,13 +199,13 @@ def _own_rate(talks: Sequence[list[_Talk]], shares: Sequence[float]) -> float | 
     return None
 
 
-def _placed(dealt: Sequence[tuple[int, _Talk]], parts: int, rate: float, seed: int) -> tuple[list[_Row], list[str]]:
+def _placed(dealt: Sequence[tuple[int, Talk]], parts: int, rate: float, seed: int) -> tuple[list[_Row], list[str]]:
     """Rows by time, the first at 0; and how each part came to its times."""
     span_ns = 1e9 * sum(len(talk) for _, talk in dealt) / rate
     if span_ns > LONGEST_S * 1e9:
         raise BenchError(f"a mix of {rate:g} requests/s would last {span_ns / 1e9:.3g} s, expected 10 years at most")
     how: list[str] = []
-    placed: list[tuple[int, int, _Talk]] = []
+    placed: list[tuple[int, int, Talk]] = []
     for part in range(parts):
         talks = [talk for of, talk in dealt if of == part]
         draws = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, part])))
@@ -223,7 +224,7 @@ def _placed(dealt: Sequence[tuple[int, _Talk]], parts: int, rate: float, seed: i
     return sorted(rows, key=lambda row: row.key_ns), how
 
 
-def _turns(part: int, talk: _Talk, start_ns: int) -> Iterator[_Row]:
+def _turns(part: int, talk: Talk, start_ns: int) -> Iterator[_Row]:
     yield _Row(part, talk[0], start_ns / 1e9, start_ns)
     key_ns = start_ns
     for turn in talk[1:]:

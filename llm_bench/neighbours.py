@@ -8,7 +8,8 @@ import numpy as np
 
 from llm_bench import mix, parts
 from llm_bench.errors import BenchError
-from llm_bench.request import Request, Trace
+from llm_bench.mix import Talk
+from llm_bench.request import Trace
 
 _RIGHT = "expected PATH[:SHARE][:priority=N][:name=CLASS], such as batch.jsonl:0.2"
 _SILENT_GAPS = 5  # mean gaps at its end after which a neighbour is over: a Poisson one is so silent in 1 of 150
@@ -55,7 +56,7 @@ def together(own: Trace, beside: Sequence[tuple[Trace, Neighbour]], seed: int = 
     taken = sum(n.share or 0.0 for n in names)
     if taken >= 1:
         raise BenchError(f"--beside: shares of {taken:g} in all, expected under 1: the trace has what they leave")
-    talks = [_talks(trace.requests) for trace in traces]
+    talks = [mix.conversations(trace.requests) for trace in traces]
     if not talks[0] or talks[0][0][0].at_s is None:
         return _untimed(traces, names, talks, taken)
     starts = [_starts_s(of) for of in talks]
@@ -72,30 +73,15 @@ def together(own: Trace, beside: Sequence[tuple[Trace, Neighbour]], seed: int = 
 
 # -- one trace --------------------------------------------------------------------------------------------------------
 
-_Talk = list[Request]  # the turns of one conversation; one request where it has no session
-
 
 class _Placed(NamedTuple):
     """The conversations of a part that are played, in the order of their starts."""
 
-    talks: list[_Talk]
+    talks: list[Talk]
     at_s: list[float]  # their starts
 
 
-def _talks(requests: Sequence[Request]) -> list[_Talk]:
-    talks: list[_Talk] = []
-    of_session: dict[str, _Talk] = {}
-    for r in requests:
-        if r.session in of_session:
-            of_session[r.session].append(r)
-            continue
-        talks.append([r])
-        if r.session:
-            of_session[r.session] = talks[-1]
-    return talks
-
-
-def _starts_s(talks: Sequence[_Talk]) -> list[float]:
+def _starts_s(talks: Sequence[Talk]) -> list[float]:
     """[] where the part has no times: every conversation opens with one, or none does (`trace.read`)."""
     return [talk[0].at_s for talk in talks if talk[0].at_s is not None]
 
@@ -106,7 +92,7 @@ def _span_s(starts: Sequence[float]) -> float:
 
 
 def _rates(
-    talks: Sequence[Sequence[_Talk]],
+    talks: Sequence[Sequence[Talk]],
     starts: Sequence[Sequence[float]],
     names: Sequence[Neighbour],
     span_s: float,
@@ -123,7 +109,7 @@ def _rates(
 
 
 def _beside(
-    name: Neighbour, talks: list[_Talk], own: list[float], rate: float, span_s: float, draws: np.random.Generator
+    name: Neighbour, talks: list[Talk], own: list[float], rate: float, span_s: float, draws: np.random.Generator
 ) -> tuple[_Placed, list[str]]:
     """A neighbour's conversations with their starts; how it came to them, and a doubt where it ends too early."""
     had = sum(map(len, talks))
@@ -160,14 +146,14 @@ def _beside(
     return found, notes
 
 
-def _first(talks: list[_Talk], requests: float) -> list[_Talk]:
+def _first(talks: list[Talk], requests: float) -> list[Talk]:
     """The first conversations that have so many requests or fewer, at least one."""
     whole = np.cumsum([len(talk) for talk in talks])
     return talks[: max(int(np.searchsorted(whole, requests, "right")), 1)]
 
 
 def _untimed(
-    traces: Sequence[Trace], names: Sequence[Neighbour], talks: Sequence[Sequence[_Talk]], taken: float
+    traces: Sequence[Trace], names: Sequence[Neighbour], talks: Sequence[Sequence[Talk]], taken: float
 ) -> Trace:
     """Dealt by `mix`: by counts, or by shares until one part has no more."""
     counts = [float(sum(map(len, of))) if n.share is None else 0.0 for n, of in zip(names, talks, strict=True)]
@@ -195,7 +181,7 @@ def _one(traces: Sequence[Trace], names: Sequence[Neighbour], placed: Sequence[_
 
 
 def _times(placed: _Placed) -> list[tuple[float | None, float, int]]:
-    """(its time, where it stands, its line) of each request, in the order of `_talks`."""
+    """(its time, where it stands, its line) of each request, in the order of `conversations`."""
     found: list[tuple[float | None, float, int]] = []
     for talk, start in zip(placed.talks, placed.at_s, strict=True):
         key = start

@@ -6,6 +6,7 @@ the columns, windows and settings of the cells in that of the file (key `llm_ben
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,13 @@ def write(runs: Sequence[Run], asked: Asked, path: Path) -> int:
 
     part, rows = path.with_name(f"{path.name}.part"), 0
     told = {"version": VERSION, "runs": [_run_document(run) for run in runs]}
+    context = asked.slo.context()
     schema = COLUMNS.with_metadata({"llm_bench": json.dumps(told, allow_nan=False)})
     try:
         with parquet.ParquetWriter(part, schema) as file:
-            for run in runs:
-                for m in run.cells:
-                    for batch in _batches(run, m, asked.slo.context()):
-                        file.write_batch(batch.cast(schema))
-                        rows += batch.num_rows
+            for batch in chain.from_iterable(_batches(run, m, context) for run in runs for m in run.cells):
+                file.write_batch(batch.cast(schema))
+                rows += batch.num_rows
         part.replace(path)
     except OSError as e:
         part.unlink(missing_ok=True)
