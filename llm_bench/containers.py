@@ -365,22 +365,27 @@ def _csv_rows(names: list[str], delimiter: str, before: int, lines: Iterator[tup
 
     reader = csv.reader(texts(), delimiter=delimiter, skipinitialspace=True, strict=True)
     columns, ended = len(names), before  # a row may be of several lines: its number is that of the first
-    more = True
-    while more:
+    for cells in _each_row(reader):
+        number, ended = ended + 1, before + reader.line_num
+        if isinstance(cells, ValueError):
+            yield number, cells
+        elif undecoded:
+            yield from undecoded
+            undecoded.clear()
+        elif len(cells) == columns:
+            yield number, dict(zip(names, map(_cell, cells), strict=True))
+        elif "".join(cells).strip():
+            yield number, ValueError(f"{len(cells)} cells, expected {columns}: {', '.join(shortened(names))}")
+
+
+def _each_row(reader: Iterator[list[str]]) -> Iterator[list[str] | ValueError]:
+    """The rows, and in the place of each that the reader refuses what is wrong with it: it goes on behind one."""
+    while True:
         try:
-            for cells in reader:
-                number, ended = ended + 1, before + reader.line_num
-                if undecoded:
-                    yield from undecoded
-                    undecoded.clear()
-                elif len(cells) == columns:
-                    yield number, dict(zip(names, map(_cell, cells), strict=True))
-                elif "".join(cells).strip():
-                    yield number, ValueError(f"{len(cells)} cells, expected {columns}: {', '.join(shortened(names))}")
-            more = False
+            yield from reader
+            return
         except csv.Error as e:
-            number, ended = ended + 1, before + reader.line_num
-            yield number, ValueError(_no_csv(e))
+            yield ValueError(_no_csv(e))
 
 
 _CSV_FAULTS = {  # what Python's reader says -> what it means to who wrote the file

@@ -65,7 +65,7 @@ def _detect(first: Values, asked: str | None) -> str:
 
 
 def _header(form: Format, head: Values, unit: str | None, size: int | None, turns: str | None) -> tuple[Reading, str]:
-    """What holds for every row, and the unit's name: what the user says, else the header line, else the format."""
+    """What holds for every row, and the unit's name: as the user says, else the header line, else the format."""
     said = head if form.header else {}
     if form.header and (said[HEADER] != 1 or not said.keys() <= HEADER_KEYS):
         right = f"{HEADER}: 1 and at most {', '.join(sorted(HEADER_KEYS))}"
@@ -121,7 +121,7 @@ def _check_blocks(request: Request, seen: dict[int, tuple[int, int]]) -> None:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """What is read stays: to walk over a million rows again and again frees nothing and takes a fifth of the time."""
+    """No garbage collection: what is read stays, and walks over a million rows would take a fifth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -197,20 +197,14 @@ def rows(source: Source) -> Iterator[Row]:
         if values is None:
             return
         try:
-            if isinstance(values, ValueError):
-                raise values
-            if not values.keys() <= keys:
-                unknown = [key for key in values if key not in keys]
-                raise ValueError(
-                    f"no {source.name} row has the keys {shortened(unknown)}; known: {', '.join(form.keys)}"
-                )
-            new = form.rows(values, reading, number)
+            known = _known(values, keys, source)
+            new = form.rows(known, reading, number)
             for _, request in new:
                 if request.hash_ids:
                     _check_blocks(request, blocks)
                 if request.session:
                     whole = not (form.opens_anew or reading.turns)
-                    _check_id(values, text_ids)
+                    _check_id(known, text_ids)
         except ValueError as e:
             source.bad.append(f"{source.path}:{number}: {e}")
             if len(source.bad) > source.skip_bad:
@@ -224,6 +218,17 @@ def rows(source: Source) -> Iterator[Row]:
             else:
                 sent += 1
                 yield row
+
+
+def _known(values: Values | ValueError, keys: frozenset[str], source: Source) -> Values:
+    """The item's values. Raises ValueError for what is no item, and for keys that no row of the format has."""
+    if isinstance(values, ValueError):
+        raise values
+    if not values.keys() <= keys:
+        unknown = [key for key in values if key not in keys]
+        known = ", ".join(source.form.keys)
+        raise ValueError(f"no {source.name} row has the keys {shortened(unknown)}; known: {known}")
+    return values
 
 
 def _check_id(values: Values, text_ids: dict[str, bool]) -> None:
