@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
 from llm_bench import grid
 from llm_bench.gate import Gate, Objection, Test
 from llm_bench.pairs import FAIL, INCONCLUSIVE, PASS
-from llm_bench.results import Sheet
 from llm_bench.rules import HARMLESS
 from llm_bench.words import number
 
@@ -179,7 +178,6 @@ def chart_json(gate: Gate, better: str) -> str:
 
 _UNSAYABLE = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 Case = tuple[str, str, str, str]  # suite, name, verdict, why
-_GOOD, _BAD = (PASS, "MET"), (FAIL, "MISSED")  # what is neither is an <error>: undecided must not look like a success
 
 
 def junit(gate: Gate) -> str:
@@ -190,31 +188,20 @@ def junit(gate: Gate) -> str:
     return _xml(cases)
 
 
-def junit_of_slo(sheets: Iterable[Sheet]) -> str:
-    """The limits of an SLO in each cell as JUnit XML, a suite a target."""
-    return _xml(
-        [
-            (f"llm-bench SLO of {s.measured.target}", f"{j.limit.text} at {s.measured.load}", j.verdict, j.why)
-            for s in sheets
-            for j in s.judged
-        ]
-    )
-
-
 def _xml(cases: Sequence[Case]) -> str:
     root = ElementTree.Element("testsuites")
     for suite in dict.fromkeys(case[0] for case in cases):
         mine = [case for case in cases if case[0] == suite]
-        bad = sum(verdict in _BAD for _, _, verdict, _ in mine)
-        open_ = sum(verdict not in _GOOD + _BAD for _, _, verdict, _ in mine)
+        bad = sum(verdict == FAIL for _, _, verdict, _ in mine)
+        open_ = sum(verdict not in (PASS, FAIL) for _, _, verdict, _ in mine)
         facts = {"tests": str(len(mine)), "failures": str(bad), "errors": str(open_), "skipped": "0"}
         node = _node(root, "testsuite", {"name": suite, **facts})
         for _, name, verdict, why in mine:
             case = _node(node, "testcase", {"classname": suite, "name": name})
-            if verdict in _GOOD:
+            if verdict == PASS:
                 _node(case, "system-out", {}).text = _printable(why)
                 continue
-            kind = "failure" if verdict in _BAD else "error"
+            kind = "failure" if verdict == FAIL else "error"  # undecided must not look like a success
             # Some readers show the attribute, some the text.
             _node(case, kind, {"type": verdict, "message": why}).text = _printable(f"{verdict}: {why}")
     ElementTree.indent(root)

@@ -121,11 +121,6 @@ def least_n_for_max(q: float, conf: float = 0.95) -> int:
     return math.ceil(math.log(1 - conf) / math.log(q))
 
 
-def chance_under_max(q: float, n: int) -> float:
-    """How likely the true q-quantile lies below the largest of n independent samples: 1 - q^n."""
-    return 1 - q**n
-
-
 def percent_name(q: float) -> str:
     """0.95 -> p95, 0.999 -> p99.9: how a quantile is said in reports."""
     return f"p{q * 100:.10g}"

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from llm_bench import cli_gate, gate_report, grid, objectives, pairs, results, rules
+from llm_bench import cli_gate, gate_report, grid, pairs, results, rules
 from llm_bench.errors import BenchError
 from llm_bench.gate import Objection
 from llm_bench.results import Asked
@@ -147,18 +147,6 @@ def test_a_load_that_one_arm_lacks_is_a_case_too(runs: Path) -> None:
     ((_, cases),) = suites(gate_report.junit(got)).items()
     assert (cases[-1].attrib["name"], cases[-1][0].tag) == ("missing cell at c=9", "error")
     assert "doubt: missing cell: cand at c=9: it has no pair 0" in gate_report.text(got)
-
-
-def test_limits_of_an_slo_are_cases_of_their_target(runs: Path) -> None:
-    agreed = objectives.parse("ttft_p95<200ms,ttft_p50<90ms,error_rate<1%")
-    sheets = results.sheets(results.load_run(runs / "same"), Asked(["ttft_p95"], agreed))
-    found = suites(gate_report.junit_of_slo(sheets))
-    assert list(found) == ["llm-bench SLO of base", "llm-bench SLO of cand"]
-    tags = [case[0].tag for case in found["llm-bench SLO of base"][:3]]
-    verdicts = [j.verdict for j in sheets[0].judged]
-    assert tags == [{"MET": "system-out", "MISSED": "failure", "UNDECIDED": "error"}[v] for v in verdicts]
-    assert {"MET", "MISSED"} <= set(verdicts)
-    assert suites(gate_report.junit_of_slo([])) == {}
 
 
 # ---- charts of a CI
