@@ -106,20 +106,7 @@ def _curve(by_target: dict[str, list[Sheet]], name: str, speeds: dict[str, Value
         parts += [svg.rule(x.start, at, x.end, "limit"), svg.label(x.start + 4, at - 4, limit.text, "limit-name")]
         placed.append((x.start + 4, at - 4, width))  # left, where a curve that begins above 0 is not
     for index, of in enumerate(points.values()):
-        css = svg.series_class(index)
-        xs, ys = x.at(np.array([p.x.value for p in of], float)), y.at(np.array([p.y.value for p in of], float))
-        loads = [p.sheet.measured.load for p in of]
-        named: set[str] = set()
-        if len(set(loads)) == len(loads):  # of repeats there is no order to connect them in
-            parts.append(svg.line(xs, ys, css))
-        for p, at_x, at_y in zip(of, xs.tolist(), ys.tolist(), strict=True):
-            if p.y.interval:
-                low, high = (float(y.at(edge)) for edge in p.y.interval)
-                parts.append(svg.interval(at_x, low, high, css))
-            parts.append(svg.marker(at_x, at_y, css if p.y.interval else f"{css} hollow", _said(p)))
-            if p.sheet.measured.load not in named:
-                parts += _beside(p.sheet.measured.load, at_x, at_y, placed)
-            named.add(p.sheet.measured.load)
+        parts += _of_one_target(of, x, y, svg.series_class(index), placed)
     keys = [(f"marker {svg.series_class(i)}", target) for i, target in enumerate(points)]
     notes = ["Bars: 95% interval; hollow: none can be given."] if any(p.y.interval for p in shown) else []
     notes = notes or ["No 95% interval can be given for any point: see n and ESS in the table."]
@@ -131,6 +118,27 @@ def _curve(by_target: dict[str, list[Sheet]], name: str, speeds: dict[str, Value
     described = "; ".join(f"{target}: {', '.join(map(_said, of))}" for target, of in points.items())
     title = f"{name} against throughput"
     return Figure(title, svg.document(parts, HEIGHT, title, described), " ".join(notes), keys if len(keys) > 1 else ())
+
+
+def _of_one_target(
+    of: Sequence[_Point], x: svg.Scale, y: svg.Scale, css: str, placed: list[tuple[float, float, float]]
+) -> list[str]:
+    """A target's curve: its line, each point with its interval, and names of loads clear of those `placed`."""
+    parts: list[str] = []
+    xs, ys = x.at(np.array([p.x.value for p in of], float)), y.at(np.array([p.y.value for p in of], float))
+    loads = [p.sheet.measured.load for p in of]
+    if len(set(loads)) == len(loads):  # of repeats there is no order to connect them in
+        parts.append(svg.line(xs, ys, css))
+    named: set[str] = set()
+    for p, at_x, at_y in zip(of, xs.tolist(), ys.tolist(), strict=True):
+        if p.y.interval:
+            low, high = (float(y.at(edge)) for edge in p.y.interval)
+            parts.append(svg.interval(at_x, low, high, css))
+        parts.append(svg.marker(at_x, at_y, css if p.y.interval else f"{css} hollow", _said(p)))
+        if p.sheet.measured.load not in named:
+            parts += _beside(p.sheet.measured.load, at_x, at_y, placed)
+        named.add(p.sheet.measured.load)
+    return parts
 
 
 def _said(p: _Point) -> str:

@@ -98,15 +98,7 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
         say("trace: a closed loop does not use its times; its order, lengths, prefixes and sessions are used")
     for load in job.loads:  # a trace without times fails here, not after the first cell
         plan.due_times(rows.requests, load, options.seed)
-    loads = list(job.loads)
-    if job.alone_too:
-        names = selection.classes(rows.requests)
-        loads = [replace(load, class_alone=name) for load in loads for name in ("", *names)]
-        if any(load.concurrency for load in loads):
-            say(
-                "in a closed loop a class alone has all the slots: its factor is of one concurrency, others or not; "
-                "--rate and --replay keep the times that it has beside the others"
-            )
+    loads = _with_classes_alone(job, rows, say) if job.alone_too else list(job.loads)
     if options.requests and not options.loop_trace and len(rows.requests) < options.requests:
         say(f"trace: it has {len(rows.requests)} requests, fewer than --requests {options.requests}: each is sent once")
     for line in _order_in_words(job, options):
@@ -125,53 +117,79 @@ def run(job: Job, options: Options, say: Say, live: Say) -> Ended:
             for declared in job.targets
         ]
         ready = sized_alike(ready, say)
-        places = arms.schedule(len(ready), len(loads), options.rounds)
-        several, interleave = options.rounds.several, options.rounds.interleave
-        fastest = min((arm.found for arm in ready), key=lambda found: found.alone_ms / found.alone_tokens)
-        names = [
-            cell_name(number, job.targets[p.arm], loads[p.load], p.pair if several else None)
-            for number, p in enumerate(places)
-        ]
-        # A pair is one measurement: half of one is no use, and the other half at another time would be no pair.
-        together = arms.pairs_of(places, names) if interleave else [[name] for name in names]
-        book.begin({arm.target.name: deciding(arm.found) for arm in ready}, together)
-        of = {name: unit for unit in together for name in unit}
-        for number, (name, place) in enumerate(zip(names, places, strict=True)):
-            if book.is_done(name):
-                say(f"{name}: done before")
-                continue
-            arm = ready[place.arm]
-            attempt = max(book.attempt(each) for each in of[name])
-            cell = Cell(
-                options,
-                book.run_id,
-                number,
-                arm.target,
-                arm.found,
-                arm.requests,
-                loads[place.load],
-                arm.exact,
-                attempt,
-                place if several else None,
-                fastest if interleave else None,
-            )
-            end = one(cell, arm, book, say, live, job.workers, fleet=job.fleet)
-            book.end_cell(name, end)
-            shards.hear_signals()
-            if end["reason"] == "interrupted":
-                return Ended(interrupted=True)
-            if end["reason"] == "target gone":
-                say(f"{arm.target.name} no longer answers; what was measured is in {options.out}")
-                return Ended(gone=arm.target.name)
-            if end["reason"].startswith("worker "):
-                say(f"{end['reason']}; what was measured is in {options.out}, --resume measures the rest")
-                return Ended(died=end["reason"])
-            settle(end, arm.target, say)
+        if stopped := _every_cell(job, options, loads, ready, book, say, live):
+            return stopped
         try:
             book.keep_learnt({arm.target.name: ask_afterwards(arm, options, say) for arm in ready})
-        except KeyboardInterrupt:  # all is measured: who does not wait for this gets the report
+        except KeyboardInterrupt:  # all is measured: whoever does not wait for this still gets the report
             say("not asked any more: whether the targets keep prefixes, and count the tokens of each event")
     return Ended()
+
+
+def _with_classes_alone(job: Job, rows: Trace, say: Say) -> list[Load]:
+    """Each load with all classes, and with each of them alone."""
+    names = selection.classes(rows.requests)
+    if any(load.concurrency for load in job.loads):
+        say(
+            "in a closed loop a class measured alone has all the slots: its factor compares one concurrency with and "
+            "without the others; --rate and --replay keep the times that it has beside them"
+        )
+    return [replace(load, class_alone=name) for load in job.loads for name in ("", *names)]
+
+
+def _every_cell(
+    job: Job, options: Options, loads: Sequence[Load], ready: Sequence[Arm], book: Book, say: Say, live: Say
+) -> Ended | None:
+    """Measure the cells that the book has not, in their order. None: all are measured; else what ended them early."""
+    places = arms.schedule(len(ready), len(loads), options.rounds)
+    several, interleave = options.rounds.several, options.rounds.interleave
+    fastest = min((arm.found for arm in ready), key=lambda found: found.alone_ms / found.alone_tokens)
+    names = [
+        cell_name(number, job.targets[p.arm], loads[p.load], p.pair if several else None)
+        for number, p in enumerate(places)
+    ]
+    # A pair is one measurement: half of one is no use, and the other half at another time would be no pair.
+    together = arms.pairs_of(places, names) if interleave else [[name] for name in names]
+    book.begin({arm.target.name: deciding(arm.found) for arm in ready}, together)
+    of = {name: unit for unit in together for name in unit}
+    for number, (name, place) in enumerate(zip(names, places, strict=True)):
+        if book.is_done(name):
+            say(f"{name}: done before")
+            continue
+        arm = ready[place.arm]
+        cell = Cell(
+            options,
+            book.run_id,
+            number,
+            arm.target,
+            arm.found,
+            arm.requests,
+            loads[place.load],
+            arm.exact,
+            max(book.attempt(each) for each in of[name]),
+            place if several else None,
+            fastest if interleave else None,
+        )
+        end = one(cell, arm, book, say, live, job.workers, fleet=job.fleet)
+        book.end_cell(name, end)
+        shards.hear_signals()
+        if stopped := _stopped(end["reason"], arm, options, say):
+            return stopped
+        settle(end, arm.target, say)
+    return None
+
+
+def _stopped(reason: str, arm: Arm, options: Options, say: Say) -> Ended | None:
+    """What the run ends by, where a cell ended by more than its own end."""
+    if reason == "interrupted":
+        return Ended(interrupted=True)
+    if reason == "target gone":
+        say(f"{arm.target.name} no longer answers; what was measured is in {options.out}")
+        return Ended(gone=arm.target.name)
+    if reason.startswith("worker "):
+        say(f"{reason}; what was measured is in {options.out}, --resume measures the rest")
+        return Ended(died=reason)
+    return None
 
 
 def ask_afterwards(arm: Arm, options: Options, say: Say) -> dict[str, str]:

@@ -42,7 +42,6 @@ TOOL_WIDTH = 80  # least of a table of another tool's figures: its words are bro
 def text(run: Run, asked: Asked) -> str:
     """A run for a terminal: as wide as it is, coloured where it is one. Nothing but our own colours acts in it."""
     from rich.console import Console
-    from rich.padding import Padding
     from rich.text import Text
 
     out, colour = io.StringIO(), sys.stdout.isatty()
@@ -69,26 +68,37 @@ def text(run: Run, asked: Asked) -> str:
         for line in everywhere:
             console.print(Text(f"at every load: {line}"))
         for group in together:
-            console.print(Text(f"\n{heading(group)}", "bold"))
-            for line in said_of(group):
-                if line not in everywhere:
-                    console.print(Padding(Text(line), (0, 0, 0, 2)))
-            for verdict in verdicts(group):
-                console.print(Padding(_verdict_text(*verdict), (0, 0, 0, 2)))
-            for doubt in group.doubts():
-                console.print(Padding(_doubt_text(doubt), (0, 0, 0, 2)))
-            if not group.doubts():
-                console.print(Text("  no doubts", "dim"))
-            for tool in group.sheets[0].as_tools if group.runs == 1 else ():
-                console.print(Padding(Text(tool_title(tool), "bold"), (1, 0, 0, 2)))
-                roomy.print(Padding(_tool_table(tool), (0, 0, 0, 2)))
-                for line in tool_remarks(tool):
-                    console.print(Padding(Text(line, "dim"), (0, 0, 0, 2)))
+            _print_group(group, everywhere, console, roomy)
         console.print()
     for doubt in run.own_doubts:
         console.print(_doubt_text(doubt))
     shown = printable.lines(out.getvalue(), colour=colour)
     return "\n".join(line.rstrip() for line in shown.split("\n"))
+
+
+def _print_group(group: Group, everywhere: Sequence[str], console: Any, roomy: Any) -> None:
+    """Remarks, verdicts and doubts of one load. `everywhere`: said above already; `roomy`: for tables of numbers."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    def indented(shown: Any) -> Any:
+        return Padding(shown, (0, 0, 0, 2))
+
+    console.print(Text(f"\n{heading(group)}", "bold"))
+    for line in said_of(group):
+        if line not in everywhere:
+            console.print(indented(Text(line)))
+    for verdict in verdicts(group):
+        console.print(indented(_verdict_text(*verdict)))
+    for doubt in group.doubts():
+        console.print(indented(_doubt_text(doubt)))
+    if not group.doubts():
+        console.print(Text("  no doubts", "dim"))
+    for tool in group.sheets[0].as_tools if group.runs == 1 else ():
+        console.print(Padding(Text(tool_title(tool), "bold"), (1, 0, 0, 2)))
+        roomy.print(indented(_tool_table(tool)))
+        for line in tool_remarks(tool):
+            console.print(indented(Text(line, "dim")))
 
 
 def _tool_table(tool: Table) -> Any:
