@@ -22,9 +22,10 @@ from llm_bench.clock import now_ns
 from llm_bench.errors import BenchError
 from llm_bench.fault_doing import Trouble
 from llm_bench.host_link import LOST_S, SLOW_S, Hello, Host, Link, LostError
-from llm_bench.measure import Fleet, cores_needed, disk_errors, together
+from llm_bench.measure import Fleet, disk_errors, together
 from llm_bench.order import Order
 from llm_bench.shards import BEFORE_START, STOPPING, TERM_S, TWICE_S, Board, Outcome
+from llm_bench.sizing import cores_needed
 
 POLL_S, SOON_S = 1.0, 0.1  # between polls; until the window is open
 START_DELAY_NS = 500_000_000  # from the last host's being ready to the common start: all have heard of it by then

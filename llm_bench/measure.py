@@ -3,14 +3,12 @@
 import asyncio
 import gc
 import itertools
-import math
 import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from llm_bench import (
     retry,
     scrape,
     shards,
+    sizing,
     targets,
     transport,
     wire,
@@ -37,22 +36,19 @@ from llm_bench.errors import BenchError
 from llm_bench.exchange import CONNECT_ERROR, Exchange
 from llm_bench.fault_doing import Trouble
 from llm_bench.faults import Fault
-from llm_bench.flights import Flight, Gauge
-from llm_bench.host import cores
+from llm_bench.flights import Done, Drive, Flight, Gauge, Send
 from llm_bench.order import Order, Watch
 from llm_bench.plan import Plan
 from llm_bench.records import DISK_ERRORS, OUTCOMES, Writer
 from llm_bench.shards import Board, Part
+from llm_bench.target import Target
+from llm_bench.transport import Sender
 
 GONE_AFTER = 20  # refused connections in a row, none answered between: then the target is asked whether it lives
-MAX_RAMP_S = 10.0  # a first wave is spread over one request's time, but no longer than this
 
 # While a cell is driven only what is young is looked through, and seldom: a pass over all answers in flight stops the
 # loop for longer than a read. What it would have found waits until the thresholds are the usual ones again.
 COLLECTING = (10_000, 10, 1_000_000)
-
-UNCALIBRATED = {"events_per_s": 20_000.0, "requests_per_s": 4_000.0}  # half of what a core of 2023 was seen to carry
-SHARE_OF_A_CORE = 0.5  # a worker that is busier than this stamps late now and then
 
 
 # Drives a cell by workers elsewhere, as `_share` does by processes of this machine.
@@ -78,14 +74,14 @@ def measure(
     book has how it ended.
     """
     out, asked = cell.options.out, workers
-    workers = crew(cell, asked)
+    workers = sizing.crew(cell, asked)
     work = Plan(cell.requests, cell.due_ns, out / f"{cell.name}.spool", cell.next_payload)
     try:
         with disk_errors(out):
             _check_disk(out, cell)
             work.write(cell.first_payloads(live))
             live("")
-            for line in announcement(cell, workers, asked):
+            for line in sizing.announcement(cell, workers, asked):
                 say(f"{cell.name}: {line}")
             facts = {**header, **_facts(cell, work, workers)}
             pages = cell.target.metrics or cell.options.metrics_url
@@ -124,70 +120,6 @@ def _check_disk(folder: Path, cell: Cell) -> None:
             f"{folder}: the plan and the records of {cell.name} need about {need / 1e9:.3f} GB, "
             f"{free / 1e9:.3f} GB are free; give --requests, or another --out"
         )
-
-
-def crew(cell: Cell, asked: int) -> int:
-    """Workers: as asked, 0 as many as the load seems to need; with no more than slots or conversations.
-
-    A cap is held by one worker: its queue is one, in order, and shares of it would stand empty beside a full one.
-    By the probe: what the streams would send, alone as fast as they go, against half of what a core is known to carry.
-    """
-    load = cell.load
-    if load.max_in_flight is not None:
-        return 1
-    if not asked:
-        busy = cores_needed(cell, calibration.ceiling() or UNCALIBRATED)
-        asked = min(math.ceil(busy / SHARE_OF_A_CORE), max(1, cores() - 1))
-    places = load.concurrency or asked
-    return max(1, min(asked, places, sum(r.turn == 0 for r in cell.requests)))
-
-
-def cores_needed(cell: Cell, core: Mapping[str, float]) -> float:
-    """Busy cores that a cell's load makes of what one carries: of a closed loop as fast as its target alone."""
-    load = cell.load
-    tokens = float(np.mean([r.tokens_out or 1 for r in cell.requests]))
-    requests_per_s = load.rate or (load.concurrency or 1) / max(cell.alone_s, 1e-4)
-    if load.speed is not None:
-        requests_per_s = len(cell.requests) / max(float(cell.due_ns.max()) / 1e9, 1.0)
-    return requests_per_s * tokens / core["events_per_s"] + requests_per_s / core["requests_per_s"]
-
-
-def warmup_requests(cell: Cell) -> int:
-    """Closed loop: by default two rounds of the slots; the driver also waits for the whole first wave."""
-    asked = cell.options.warmup
-    return round(asked) if asked is not None else 2 * (cell.load.concurrency or 0)
-
-
-def ramp_s(cell: Cell) -> float:
-    """The first wave is spread over what one request takes alone, so that the slots do not march in step."""
-    return min(cell.alone_s, MAX_RAMP_S)
-
-
-def announcement(cell: Cell, workers: int = 1, asked: int = 0) -> list[str]:
-    """The effective settings, and what can be known of the cell before it runs. `asked`: workers, 0 as many as fit."""
-    load, count = cell.load, len(cell.requests)
-    limits_s = asdict(cell.options.timeouts).items()
-    shown = ", ".join(f"{name[:-2]} {'none' if s is None else f'{s:g} s'}" for name, s in limits_s)
-    by = f" by {workers} workers" if workers > 1 else ""
-    lines = [f"{cell.target.name} at {load.label}, {count} requests{by}; time-outs: {shown}"]
-    if load.concurrency is not None:
-        warmup = warmup_requests(cell)
-        lines.append(f"warm-up {warmup} requests, first wave spread over {ramp_s(cell):.2f} s")
-        if any(r.turn for r in cell.requests):
-            lines.append("a slot is a user who also thinks between turns: fewer requests than slots are in flight")
-        if cell.options.duration_s is None and count < warmup + 6 * load.concurrency:
-            lines.append(
-                f"{count} requests are few for {load.concurrency} slots: {warmup} of warm-up and a window of "
-                f"{5 * load.concurrency} at least, or the cell is `too short`"
-            )
-    if load.max_in_flight is not None and asked > 1:
-        lines.append(f"a cap is held by one worker: {asked} were asked for, 1 is used")
-    if load.concurrency is None and load.rate is not None:
-        sent = cell.due_ns[cell.due_ns >= 0]
-        span_s = max(float(sent.max()) / 1e9, 1e-9)
-        rate = (len(sent) - 1) / span_s
-        lines.append(f"these arrivals (seed {cell.arrivals_seed}) come at {rate:.4g}/s over {span_s:.1f} s")
-    return lines
 
 
 def _facts(cell: Cell, work: Plan, workers: int) -> dict[str, Any]:
@@ -231,40 +163,27 @@ def drive(
         gc.unfreeze()
 
 
-async def _loop(
-    cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, watch: Watch | None, trouble: Trouble
-) -> dict[str, Any]:
-    options, load, board = cell.options, cell.load, part.board
-    stop, stopped_by = asyncio.Event(), ""
-    refused_in_a_row = refused_since_ns = 0
-    clerk = Clerk(cell, writer)
+class _Refusals:
+    """Connections refused in a row, none answered between. `patience_ns`: for so long a fault may be the cause."""
 
-    def halt(reason: str) -> None:
-        nonlocal stopped_by
-        stopped_by = stopped_by or reason
-        stop.set()
+    def __init__(self, target: Target, patience_ns: int) -> None:
+        self._target, self._patience_ns = target, patience_ns
+        self._in_a_row = self._since_ns = 0
 
-    def done(flight: Flight) -> bool:
-        nonlocal refused_in_a_row, refused_since_ns
+    def show_gone(self, flight: Flight) -> bool:
+        """Whether this was one too many, and the target, asked once more, does not answer."""
         refused = flight.tried is not None and flight.tried.exchange.ended == CONNECT_ERROR
-        refused_in_a_row = refused_in_a_row + 1 if refused else 0
-        refused_since_ns = clock.now_ns() if refused_in_a_row == 1 else refused_since_ns
-        if refused_in_a_row >= GONE_AFTER and clock.now_ns() - refused_since_ns >= trouble.patience_ns:
-            if not targets.reachable(cell.target):
-                halt("target gone")
-            refused_in_a_row = 0  # it lives: it is not asked again at each request
-        if work.next_turn[flight.index] >= 0:  # whether the conversation goes on depends on what the answer is
-            return clerk.enter(flight)
-        clerk.put(flight)
-        return True
+        self._in_a_row = self._in_a_row + 1 if refused else 0
+        if self._in_a_row == 1:
+            self._since_ns = clock.now_ns()
+        if self._in_a_row < GONE_AFTER or clock.now_ns() - self._since_ns < self._patience_ns:
+            return False
+        self._in_a_row = 0  # where it lives it is not asked again at each request
+        return not targets.reachable(self._target)
 
-    def note(row: int, due_ns: int) -> None:
-        if board is not None:
-            board.note(part.worker, row, due_ns)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, halt, "interrupted")
-    lines = [
+def _senders(cell: Cell, urls: Sequence[str]) -> list[Sender]:
+    return [
         transport.TRANSPORTS[cell.dialect.transport].open(
             transport.Asked(
                 cell.target,
@@ -272,22 +191,95 @@ async def _loop(
                 cell.dialect,
                 cell.found.model,
                 cell.streamed,
-                options.timeouts,
-                reuse=not options.connect_per_request,
+                cell.options.timeouts,
+                reuse=not cell.options.connect_per_request,
             )
         )
-        for url in trouble.urls or cell.target.urls
+        for url in urls
     ]
-    first = part.worker % len(lines)  # else all workers would ask the same one at the same time
-    turn = itertools.cycle([*enumerate(lines)][first:] + [*enumerate(lines)][:first])
+
+
+def _in_turn(senders: Sequence[Sender], worker: int) -> Callable[[bytes, float | None], Awaitable[Exchange]]:
+    """Sends by each of `senders` in turn."""
+    first = worker % len(senders)  # else all workers would ask the same one at the same time
+    turn = itertools.cycle([*enumerate(senders)][first:] + [*enumerate(senders)][:first])
 
     async def to_next(payload: bytes, cancel_after_s: float | None) -> Exchange:
-        place, line = next(turn)
-        exchange = await line.send(payload, cancel_after_s)
+        place, sender = next(turn)
+        exchange = await sender.send(payload, cancel_after_s)
         exchange.url_index = place
         return exchange
 
-    send = retry.retrying(to_next, options.retries, options.timeouts.total_s)
+    return to_next
+
+
+async def _driven(
+    cell: Cell, work: Plan, part: Part, send: Send, done: Done, stop: asyncio.Event, gauge: Gauge, start_ns: int
+) -> Drive:
+    """The loop that the cell's load asks for, run to its end."""
+    options, load, board = cell.options, cell.load, part.board
+
+    def note(row: int, due_ns: int) -> None:
+        if board is not None:
+            board.note(part.worker, row, due_ns)
+
+    if load.concurrency is None:
+        return await driver.open_loop(
+            work,
+            send,
+            done,
+            max_in_flight=load.max_in_flight,
+            duration_s=options.duration_s,
+            drain_s=options.drain_s,
+            stop=stop,
+            gauge=gauge,
+            firsts=part.firsts(work.first),
+            start_ns=start_ns,
+            note=note,
+            spin_ns=round(options.spin_us * 1e3),
+        )
+    shared = None if board is None else part.slots(board, part.worker, part.workers, work.first, load.concurrency)
+    return await driver.closed_loop(
+        work,
+        send,
+        done,
+        concurrency=load.concurrency,
+        warmup=sizing.warmup_requests(cell),
+        ramp_s=sizing.ramp_s(cell),
+        duration_s=options.duration_s,
+        drain_s=options.drain_s,
+        stop=stop,
+        gauge=gauge,
+        slots=shared,
+        start_ns=start_ns,
+        note=note,
+    )
+
+
+async def _loop(
+    cell: Cell, work: Plan, writer: Writer, part: Part, live: Say, watch: Watch | None, trouble: Trouble
+) -> dict[str, Any]:
+    options, board = cell.options, part.board
+    stop, stopped_by = asyncio.Event(), ""
+    clerk, refusals = Clerk(cell, writer), _Refusals(cell.target, trouble.patience_ns)
+
+    def halt(reason: str) -> None:
+        nonlocal stopped_by
+        stopped_by = stopped_by or reason
+        stop.set()
+
+    def done(flight: Flight) -> bool:
+        if refusals.show_gone(flight):
+            halt("target gone")
+        if work.next_turn[flight.index] >= 0:  # whether the conversation goes on depends on what the answer is
+            return clerk.enter(flight)
+        clerk.put(flight)
+        return True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, halt, "interrupted")
+    senders = _senders(cell, trouble.urls or cell.target.urls)
+    send = retry.retrying(_in_turn(senders, part.worker), options.retries, options.timeouts.total_s)
     gauge = Gauge()
     start_ns = await board.wait_for_start(part.worker, stop) if board is not None else clock.now_ns()
     trouble.begun(start_ns)
@@ -306,52 +298,20 @@ async def _loop(
         task.add_done_callback(lambda _: stop.set())  # they end by failing only: a full disk, or our own mistake
     cpu_ns, begun_ns = time.process_time_ns(), clock.now_ns()
     try:
-        if load.concurrency is not None:
-            drive = await driver.closed_loop(
-                work,
-                send,
-                done,
-                concurrency=load.concurrency,
-                warmup=warmup_requests(cell),
-                ramp_s=ramp_s(cell),
-                duration_s=options.duration_s,
-                drain_s=options.drain_s,
-                stop=stop,
-                gauge=gauge,
-                slots=None
-                if board is None
-                else part.slots(board, part.worker, part.workers, work.first, load.concurrency),
-                start_ns=start_ns,
-                note=note,
-            )
-        else:
-            drive = await driver.open_loop(
-                work,
-                send,
-                done,
-                max_in_flight=load.max_in_flight,
-                duration_s=options.duration_s,
-                drain_s=options.drain_s,
-                stop=stop,
-                gauge=gauge,
-                firsts=part.firsts(work.first),
-                start_ns=start_ns,
-                note=note,
-                spin_ns=round(options.spin_us * 1e3),
-            )
+        drive = await _driven(cell, work, part, send, done, stop, gauge, start_ns)
     finally:
         failed = [task for task in beside if task.done()]
         for task in beside:
             task.cancel()
-        for line in lines:
-            line.close()
+        for sender in senders:
+            sender.close()
         live("")
         shards.defer_signals()
         for task in failed:
             task.result()
         clerk.finish()
     ticker.tell()
-    stamps = {line.stamps for line in lines}
+    stamps = {sender.stamps for sender in senders}
     sent_ns, sent_cpu_ns = ticker.last_sent or (clock.now_ns(), time.process_time_ns())
     np.save(options.out / f"{part.name}.gauge.npy", gauge.steps())
     return {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_bench import as_tools, metrics, report, results, stats, windows
+from llm_bench import as_tools, metrics, report, results, stats, tool_figures, windows
 from llm_bench.as_tools import REDUCERS, TOOLS, Line, Table
 from llm_bench.columns import Cell
 from llm_bench.errors import BenchError
@@ -34,7 +34,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "vllm": {  # all five: it takes an error in a stream for a success
         "TTFT": ((34, 30, 49.2), (46, 40, 78.8)),  # to the first byte 30 50 30 30 30, to the first token 40 80 30 30 50
         "TPOT": ((26.5, 20, 49.1), (43.5, 30, 88.2)),  # l - f: 20/2 is 20, 80/5, 20, 50; e - first byte: 30 24 30 90
-        "ITL": as_tools.EXTRA_GAPS,
+        "ITL": tool_figures.EXTRA_GAPS,
         "E2EL": ((84, 80, 157.6), (95, 90, 168)),  # 80 160 50 30 100 and 90 170 60 35 120
         "Output token throughput": 14 / 0.54,
         "Request throughput": 5 / 0.54,
@@ -76,7 +76,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
         "ttft_s": (50, 45, 79.1),
         "inter_token_latency_s": ((0, 0, 0), (40, 40, 50 + 0.97 * 10 / 3)),  # at most 80/3, 160/3, 30, 50
         "end_to_end_latency_s": (103.75, 105, 168.5),
-        "mean_output_throughput_token_per_s": as_tools.LLAMA,
+        "mean_output_throughput_token_per_s": tool_figures.LLAMA,
         "num_completed_requests_per_min / 60": 4 / 0.54,
     },
     "genai-perf": {
@@ -163,8 +163,8 @@ def test_the_first_event_of_a_completion_is_its_first_token() -> None:
     assert [line(FIVE, "vllm", f"TTFT {r}", **api).value for r in REDUCERS] == pytest.approx([46, 40, 78.8])
     tpot = line(FIVE, "vllm", "TPOT mean", **api)
     assert (tpot.value, tpot.least, tpot.most) == (None, 26.5, 35.75)
-    assert tpot.reason == as_tools.LATE
-    assert line(FIVE, "vllm", "TPOT mean").reason != as_tools.LATE
+    assert tpot.reason == tool_figures.LATE
+    assert line(FIVE, "vllm", "TPOT mean").reason != tool_figures.LATE
 
 
 def test_bounds_that_meet_are_the_value() -> None:
@@ -193,7 +193,7 @@ def test_reasoning_is_no_first_token_for_those_who_look_for_content() -> None:
     for tool, name in (("llmperf", "ttft_s mean"), ("inference-perf", "time_to_first_token mean")):
         assert line(rows, tool, name).value == 60
     assert line(rows, "inference-perf", "time_per_output_token mean").value == 15
-    assert line(rows, "inference-perf", "inter_token_latency p50").reason == as_tools.REASONING
+    assert line(rows, "inference-perf", "inter_token_latency p50").reason == tool_figures.REASONING
     silent = [record(0, 0, events=[50, 60], first_answer_ns=0)]
     assert line(silent, "llmperf", "ttft_s mean").reason == "a stamp that it needs is missing of 1"
 
@@ -253,7 +253,7 @@ def test_bounds_are_in_order_and_hold_what_a_tool_that_sees_the_stamps_prints(ro
 )
 def test_a_weight_is_so_many_requests_of_one_value(rows: list[tuple[int, int]], q: float) -> None:
     values, weights = (np.array(column, float) for column in zip(*rows, strict=True))
-    nearest = as_tools.QUANTILES["nearest rank by weight"]
+    nearest = tool_figures.QUANTILES["nearest rank by weight"]
     spread = np.repeat(values, weights.astype(int))
     assert nearest(values, weights, q) == nearest(spread, None, q) == np.quantile(spread, q, method="inverted_cdf")
 
@@ -298,7 +298,7 @@ def test_markdown_and_terminal_have_a_table_a_tool(run: results.Run, monkeypatch
     assert "| TTFT mean, ms | 34 to 46 | ttft_mean | 57.5 | from send; role-only event counts |" in text
     assert "| TTFT p50, ms | 30 to 40 | ttft_p50 | 60 |  |" in text
     assert "| ITL p50, ms | – | itl_p50 | 30 |  |" in text  # of 10, 20, 30, 50, 60
-    assert f"- ITL: {as_tools.EXTRA_GAPS}" in text
+    assert f"- ITL: {tool_figures.EXTRA_GAPS}" in text
     assert "as guidellm 0.8 prints it: 4 requests" in text
     for width in (60, 100, 160):
         monkeypatch.setenv("COLUMNS", str(width))

@@ -1,6 +1,7 @@
 """Who may import whom: a module imports only what stands above it in this list."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ calibration proxy prometheus server_names server_metrics scrape_machine target c
 grpc_wire grpc_talk statuses talk
 mistaken pins probe_management probe_prompts probe_events probe_models probe settling scrape plan
 arms shapes columns records retry
-arrivals connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order measure
-book run windows series outcomes slo metrics decompose energy objectives identities sending facts client
+arrivals connection wire flights driver shards transport cell beside faults fault_proxy fault_doing order sizing
+measure book run windows series outcomes slo metrics decompose energy objectives identities sending facts client
 evidence diagnose_client diagnose_memory diagnose_queue diagnose_server diagnose_stream
 diagnose_replicas diagnose_failures diagnose same_work host_checks sample_checks work_checks doubts
-as_tools interference results
+tool_figures as_tools interference results
 repeats recovery recovery_words words timeline svg definitions grid terminal_report markdown export
 parquet charts html_facts html_tables html_report report rules gate pairing gate_report equal_arms
 compare history trend diagnose_report accelerators kv_cache curves capacity batch_window capacity_ask
@@ -38,7 +39,8 @@ carried knobs kv_plan http1 stats steady pairs changes request ticks prefixes fi
 formats containers trace workload doctor trace_report fit synth servegen goodness anonymise mix
 selection prompts bodies dialects answer plan windows series slo metrics objectives sample_checks
 work_checks doubts shapes
-columns outcomes identities sending facts client same_work as_tools timeline charts rules gate compare
+columns outcomes identities sending facts client same_work tool_figures as_tools timeline charts rules gate
+compare
 history kv_cache curves capacity batch_window accelerators sheet arrange law framing protocol
 dialect_openai dialect_responses dialect_tgi dialect_triton dialect_sglang dialect_llamacpp
 dialect_anthropic dialect_chunks interference neighbours trend grpc_frames kserve_messages
@@ -61,6 +63,15 @@ def imports(path: Path) -> set[str]:
 
 def test_every_module_of_the_bench_has_its_place_in_the_list():
     assert {p.stem for p in (ROOT / "llm_bench").glob("*.py")} - {"__init__"} == set(LAYERS)
+
+
+def test_the_design_page_names_every_module():
+    page = (ROOT / "DESIGN.md").read_text()
+    rows = page[page.index("| module | holds |") : page.index("`reference_engine/`: config")]
+    cells = ", ".join(re.findall(r"^\| ([^|]+) \|", rows, re.MULTILINE))
+    cells = re.sub(r"(\w+_)\{([^}]*)\}", lambda m: ", ".join(m[1] + end for end in m[2].split(",")), cells)
+    named = {name.strip() for name in cells.split(",")}
+    assert {name for name in LAYERS if not name.startswith("dialect_")} <= named
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -14,9 +14,10 @@ import pytest
 from llm_bench import calibration, clock, probe, records, results, selfcheck, settling, shards, targets
 from llm_bench.beside import TICK_S
 from llm_bench.cell import Cell, Options
-from llm_bench.measure import announcement, crew, measure
+from llm_bench.measure import measure
 from llm_bench.plan import Load
 from llm_bench.request import Request
+from llm_bench.sizing import announcement, crew
 from tests.bench import bench, command, environment, good, llm_server, prompt_of, rows, trace_file
 from tests.scripted import Script, Scripted, Seen, http_response
 
@@ -293,7 +294,7 @@ def test_a_loop_that_is_blocked_makes_the_cell_client_limited(tmp_path):
 
 
 def test_auto_workers_follow_the_load_and_the_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_bench.measure.cores", lambda: 9)
+    monkeypatch.setattr("llm_bench.sizing.cores", lambda: 9)
     monkeypatch.setattr(calibration, "ceiling", lambda: {"events_per_s": 1000.0, "requests_per_s": 1000.0})
     with Scripted(llm_server(lambda n, seen: good(seen, 30, 10))) as server:
         small, large = _cell(server.url, tmp_path, 10, 1), _cell(server.url, tmp_path, 5000, 500)
