@@ -38,7 +38,7 @@ _UNIX_NS = date_time("1970-01-01 00:00:00")
 def _turn(
     reading: Reading, session: str, at: int, end: int | None, tokens: tuple[int, int], *, serial: bool = False
 ) -> tuple[str, float | None]:
-    """fields.conversation, of calls that may run side by side or stand out of order.
+    """`fields.conversation` for calls that may run side by side or be out of order.
 
     One that begins before the call before it began or, unless the session is `serial`, before that one's answer ended,
     continues nothing, however long its prompt is.

@@ -193,7 +193,7 @@ STATISTICS = {  # name -> where it stands in a Workload
 
 
 def before_after(before: Trace, after: Trace) -> list[tuple[str, str, str]]:
-    """(statistic, its value before, its value after) of STATISTICS; "-" where it is not defined, none where in neither.
+    """(statistic, value before, value after) of STATISTICS; "-" where undefined, left out where undefined in both.
 
     Prefix sharing of texts is not known before they are hashed.
     """
@@ -320,7 +320,7 @@ def _joined(pieces: list[tuple[str, str]], encode: Callable[[str], Sequence[int]
 
 
 def _message(message: Mapping[str, Any]) -> tuple[str, str]:
-    """(what is no text of it, its text). Tool calls are text: the model has written them, and reads them again."""
+    """(all of it that is not text, its text). Tool calls are text: the model wrote them, and reads them again."""
     if "content" not in message:  # another protocol's: all of it is text
         return "", _plain(message)
     content = message["content"]
@@ -341,7 +341,7 @@ def _plain(value: Any) -> str:
 
 
 def _sampling(r: Request, up: Callable[[int], int]) -> dict[str, Any]:
-    """What is kept of `extra` and of a body, whose limit of length goes where the answer's own length is known."""
+    """What is kept of `extra` and of a body; its limit of length is dropped where the answer's own length is known."""
     of_body = {} if r.body is None else {k: r.body[k] for k in (*SAMPLING, *LENGTHS) if k in r.body}
     if r.tokens_out is not None:
         of_body = {name: value for name, value in of_body.items() if name not in LENGTHS}
@@ -356,7 +356,7 @@ def _within(value: object, bounds: tuple[float, float]) -> bool:
 
 
 def _beyond(r: Request) -> set[str]:
-    """The names of the request's numbers that no sampler or scheduler can mean."""
+    """The names of those of the request's numbers that no sampler or scheduler can use."""
     given = {**(r.body or {}), **r.extra}
     bounds = {**SAMPLING, **dict.fromkeys(LENGTHS, (0, MOST_TOKENS))}
     numbers = {name for name in bounds if isinstance(given.get(name), (int, float))}

@@ -17,12 +17,12 @@ class Rounds:
 
     @property
     def several(self) -> bool:
-        """Is a target at a load more than one cell, or an arm?"""
+        """Whether a target at a load has more than one cell, or is an arm."""
         return self.repeat > 1 or self.interleave
 
 
 class Place(NamedTuple):
-    """What a cell of a run is, each a number from 0."""
+    """Where a cell stands in its run; each is a number from 0."""
 
     load: int
     pair: int  # a round of all arms; without arms that take turns, which repeat it is
@@ -60,7 +60,7 @@ def orders(arms: int) -> list[list[int]]:
 
 
 def arrivals_seed(seed: int, pair: int) -> int:
-    """Of a pair's arrivals: both arms have the same, no two pairs do, or their spread would leave out that of chance.
+    """The seed of a pair's arrivals: one for both arms, another for each pair, so that the spread has chance in it.
 
     The first pair has the run's own.
     """

@@ -81,7 +81,7 @@ def check_any(path: Path, n: int, skipped: dict[str, int]) -> None:
 def _one_reading(
     path: Path, form: Format, kept: Kept, turns: str | None, limit: int | None, skip_bad: int
 ) -> tuple[np.ndarray | None, Kept, Turns]:
-    """How all turns of a file are meant; and of its rows, the first `limit` of those that can be meant so."""
+    """How all turns of a file are to be read; and the first `limit` of its rows that can be read that way."""
     rows = kept.rows
     later, short = _short_turns(path, rows) if "session" in rows else (0, [])
     first = None if limit is None or limit >= rows.n else np.arange(limit)
@@ -245,7 +245,7 @@ def no_timestamp(path: Path, line: int) -> BenchError:
 
 
 def _timed(path: Path, rows: Rows, left_out: list[int], unit: str) -> tuple[list[str], dict[str, object]]:
-    """Gives rows in order their at_s; what is said of their times, and the facts of them."""
+    """Gives rows in order their at_s. Returns what is to be said of their times, and the clock's facts."""
     timed = rows["timed"]
     at_ns, kept = rows["at_ns"], np.flatnonzero(timed)
     facts: dict[str, object] = {"unit": unit, "resolution_s": None, "zero_s": None, "instants": 0}
@@ -286,7 +286,7 @@ def seconds(ns: np.ndarray, most: int) -> np.ndarray:
 
 
 def check_times(path: Path, first: tuple[int, int], last: tuple[int, int], unit: str) -> None:
-    """BenchError for (ns on the file's scale, line) of the first and of the last stamp that cannot be meant so."""
+    """Raises BenchError where the first or the last stamp, (ns on the file's scale, line), cannot be right."""
     (start, line), (end, last_line) = first, last
     if end - start > LONGEST_S * 10**9:
         years = (end - start) / 1e9 / (365.25 * 86400)
@@ -307,7 +307,7 @@ NO_TIMES = "no times in it: it cannot be replayed; order, lengths, prefixes and 
 
 
 class Clock(NamedTuple):
-    """What stamps in order say of the clock that they are of."""
+    """What stamps, in order, tell of the clock that made them."""
 
     rows: int
     instants: int  # that differ

@@ -115,7 +115,7 @@ def arm(cell: Cell, window: Window, load: str, *, by_client: bool = False) -> Ar
 
 
 def _offered(cell: Cell, window: Window, by_client: bool) -> bool:
-    """Did it carry all that came? A closed loop sends no more than is carried, and who is refused was not carried."""
+    """Whether it carried all that came. A closed loop sends no more than is carried; what is refused is not carried."""
     closed = (cell.header.get("load") or {}).get("kind") == "closed"
     full = window.state == GROWING and not by_client
     due = due_in(cell, window)
@@ -124,7 +124,7 @@ def _offered(cell: Cell, window: Window, by_client: bool) -> bool:
 
 
 def _first(names: Iterable[str], cell: Cell, window: Window) -> tuple[str, metrics.Value]:
-    """The first of them that the cell has; where it has none, the first with its reason."""
+    """The first of these metrics that the cell has; if it has none, the first, with the reason."""
     found = [(name, metrics.compute(name, cell, window)) for name in names]
     return next((of for of in found if of[1].value), found[0])
 

@@ -131,7 +131,7 @@ def whole(value: Any, other: int | None = None) -> int | None:
 
 
 class Words(NamedTuple):
-    """How a protocol says what the sampler shall do."""
+    """How a protocol names what the sampler is to do."""
 
     names: Mapping[str, str]  # OpenAI's or vLLM's word -> its own; a word that is not here goes out as it stands
     section: str = ""  # of the body, where they stand; "": at its top

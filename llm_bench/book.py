@@ -1,4 +1,4 @@
-"""run.json: what was asked, on what machine, how each cell ended. Written anew, atomically, at each cell's ends.
+"""run.json: what was asked, on what machine, how each cell ended. Rewritten, atomically, as each cell begins and ends.
 
 A run holds its folder by a lock, and is finished later only where it would go on with the same work.
 """
@@ -175,7 +175,7 @@ class Book:
         return any(cell["name"] == name and self._is_done(cell) for cell in self.facts["cells"])
 
     def _is_done(self, cell: Mapping[str, Any]) -> bool:
-        """Did it end as it should, and are the files of all its workers there?"""
+        """Whether it ended as it should, with the files of all its workers in place."""
         end = cell.get("end") or {}
         files = records.files_of(self.path.parent).get(cell["name"], [])
         return end.get("reason") in DONE and sum(f.stat().st_size > 0 for f in files) >= (end.get("workers") or 1)
@@ -258,7 +258,7 @@ def _salted(private: Mapping[str, Mapping[str, str]], salt: str) -> dict[str, di
 
 
 def _hold(folder: Path, *, resume: bool) -> IO[str] | None:
-    """The open lock of a run's folder, made where it is not there; None on file systems without locks."""
+    """The open lock of a run's folder, which is made if it does not exist; None on file systems without locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = folder / LOCK
@@ -299,7 +299,7 @@ def _check_empty(folder: Path, *, held: bool = True) -> None:
 
 
 def _unbegun(folder: Path) -> bool:
-    """Is all that lies there what a run leaves that ended before its first cell (refused, or interrupted)?
+    """Whether the folder holds only what a run leaves that ended before its first cell (refused, or interrupted).
 
     The book itself, and the logs of servers that were started for it: the next run writes both anew.
     """

@@ -18,7 +18,7 @@ from llm_bench.options import BlockSize, Dejitter, Map, SkipBad, TraceFormat, Tu
 class _Commands(TyperGroup):
     def invoke(self, context: Any) -> Any:
         enabled = gc.isenabled()
-        gc.disable()  # what a command reads or makes it keeps: to walk over millions of rows again and again frees none
+        gc.disable()  # a command keeps what it reads or makes: walks over millions of rows would free nothing
         try:
             return super().invoke(context)
         except KeyboardInterrupt:
@@ -34,7 +34,7 @@ app = typer.Typer(
 
 
 def _named(text: str) -> Path:
-    """A path: Path("") would be the folder one stands in."""
+    """A path that is not empty: Path("") would be the working directory."""
     if not text:
         raise BenchError("the name of a file is empty, expected a path")
     return Path(text)

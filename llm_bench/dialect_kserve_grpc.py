@@ -59,7 +59,7 @@ def _encode_text(request: Request, ask: Ask) -> bytes:
     if declared and "text_input" not in declared:
         values[_text_input(declared, request)] = values.pop("text_input")
     table = {name: _about(name, value, declared) for name, value in values.items() if name in declared or name in body}
-    if declared:  # a server refuses what the model has not, but for what was asked for by name
+    if declared:  # a server refuses inputs that the model lacks, so only what was asked for by name is sent
         asked = {*plain.extra, *request.extra}
         table = {name: about for name, about in table.items() if name in declared or name in asked}
         table |= {name: about for name, about in declared.items() if name not in table and _is_given(about)}

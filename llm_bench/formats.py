@@ -342,4 +342,4 @@ FORMATS: dict[str, Format] = {
     **CAPTURED,
     **AGENTIC,
 }
-ALIASES = {"azure-2023": "azure", "azure-2024": "azure"}  # other names of a format, for who asks for it
+ALIASES = {"azure-2023": "azure", "azure-2024": "azure"}  # other names by which a format may be asked for

@@ -19,10 +19,10 @@ from llm_bench.rules import DRIFT, MISSING, NETWORK, NOT_INTERLEAVED, OTHER_WORK
 from llm_bench.series import NOTHING, SERIES
 from llm_bench.steady import DRIFT_BATCHES
 
-# Settings that change nothing of what is sent; the seed is a fact of its own.
+# Settings that do not change what is sent; the seed is a fact of its own.
 NO_WORK = ("out", "ready_s", "seed", "slo", "deadlines", "rounds")
 
-ROUND_TRIPS = 3  # that a latency holds at most: to connect, for TLS, for the answer
+ROUND_TRIPS = 3  # in a latency at most: to connect, for TLS, for the answer
 
 MOST_LEADS = 0.75  # of the pairs may have the same arm first: of five that take turns it is three
 

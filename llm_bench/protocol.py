@@ -76,7 +76,7 @@ class Management(NamedTuple):
     models: str  # path of the list
     listed: Callable[[bytes], list[Listed]]
     model: str  # path of one, {model} in it
-    loaded: Callable[[bytes], Loaded | None]  # its reader; None for what is no such page
+    loaded: Callable[[bytes], Loaded | None]  # its reader; None for any other page
 
 
 class Takes(NamedTuple):
@@ -110,7 +110,7 @@ class Site(NamedTuple):
 
     base: str = ""  # what the target's URL ends in
     models: str = ""  # method and path of the list of models, or of what names the one; "": there is none
-    listed: Callable[[bytes], list[Listed]] = no_list  # its reader: [] for what is no such answer
+    listed: Callable[[bytes], list[Listed]] = no_list  # its reader: [] for any other answer
     ready: str = ""  # path that answers 2xx when the server is there, where `models` is ""
     is_ready: Callable[[bytes], bool] = bool  # is the body of that such a server's?
     at_origin: bool = False  # `ready` follows scheme, host and port, whatever path the target has
@@ -130,7 +130,7 @@ class Dialect(NamedTuple):
 
     path: str  # appended to the target's URL; may hold {model}
     encode: Callable[[Request, Ask], bytes]  # the body; request.prompt or .messages or .prompt_token_ids is filled in
-    decode: Callable[[bytes], Chunk]  # one event's data, or a whole body; raises ValueError on what is no such thing
+    decode: Callable[[bytes], Chunk]  # one event's data, or a whole body; raises ValueError on anything else
     is_token: Callable[[bytes], bool]  # does this event's data bear a token? Cheap: run until the first that does
     # Content of an event that says nothing else: choice 0, no finish_reason, usage, error, ids. None: ask `decode`.
     # Most events of a stream are such, and a Chunk for each would cost three times as much as reading its JSON.
@@ -277,7 +277,7 @@ def ms_by(account: Any, names: Mapping[str, Sequence[str]]) -> Mapping[str, floa
 _SILENT: Mapping[str, float] = {}
 
 
-# Readers of what servers say of themselves: anything may come, and what is no such thing is no list and no fact.
+# Readers of what servers say of themselves: anything may come, and what is of another shape gives no list, no fact.
 
 
 def listed_by_openai(body: bytes) -> list[Listed]:

@@ -235,7 +235,7 @@ def _bounds(before: Before | str, limits: Sequence[Limit], name: str) -> _Bounds
     rate = before.error_rate * (1 + TOLERANCE)
     ms = before.ttft_p95_ms + max(TOLERANCE * before.ttft_p95_ms, LEAST_MS)
     slo_rate, slo_ms = own.get("error_rate", rate), own.get(f"{name}_p95", math.inf)
-    # A limit that was not kept before the fault says nothing of the fault.
+    # A limit that was missed before the fault already says nothing about the fault.
     rate = min(rate, slo_rate) if slo_rate >= before.error_rate else rate
     ms = min(ms, slo_ms) if slo_ms >= before.ttft_p95_ms else ms
     return _Bounds(rate, ms, max(slo_rate, rate), max(slo_ms, ms))

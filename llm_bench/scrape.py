@@ -243,7 +243,7 @@ class _Scraper:
             self.errors += 1
             self._log.write({**line, "error": error[:300]})
             return error
-        # What is no number (NaN, an infinity) is null: the number before it is none of this moment.
+        # NaN and infinities become null: the number before is not of this moment.
         found = {key: value if abs(value) < LARGEST_VALUE else None for key, value in page.items()}
         line["v"] = {key: value for key, value in found.items() if key not in self._last or self._last[key] != value}
         if gone := [key for key in self._last if key not in found]:

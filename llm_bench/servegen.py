@@ -165,7 +165,7 @@ def _lengths(path: Path) -> dict[float, tuple[Pmf, Pmf]]:
     """By start in s: distributions of prompts and answers, of the entries that are not empty."""
     text = _read(path)
     try:
-        entries = json.loads(text, parse_int=float)  # none is used: but int() refuses thousands of digits
+        entries = json.loads(text, parse_int=float)  # no such number is used, but int() refuses thousands of digits
     except json.JSONDecodeError as e:
         raise BenchError(f"{path}:{e.lineno}: not JSON: {e.msg}") from None
     except RecursionError:

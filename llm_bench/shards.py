@@ -233,7 +233,7 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
             told_s = min(told_s, time.monotonic())
             stop(number, interrupted=True)
 
-    # No signal is lost between a fork and who is to hear of it: it waits until both sides have their handlers.
+    # No signal is lost around a fork: it waits until both sides have their handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     before: dict[int, Any] = {}
     try:
@@ -257,7 +257,7 @@ def run(workers: int, body: Callable[[int], dict[str, Any]], board: Board, watch
                 stop(signal.SIGTERM, interrupted=False)
             time.sleep(POLL_S if board.started else 0.001)
     finally:
-        hand_on(signal.SIGKILL)  # only where this process fails itself: else none is alive
+        hand_on(signal.SIGKILL)  # only where this process itself fails: otherwise none is alive
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -35,7 +35,7 @@ class Target:
     precision: str = ""
     image: str = ""  # of the container, best with its digest
     # What it runs on and costs, for `capacity`: kept with the run, and what its flags say comes first.
-    accelerator: str = ""  # as of capacity's --accelerator; one that its table has not is kept as it is
+    accelerator: str = ""  # as for capacity's --accelerator; one that is not in its table is kept as it is
     count: int = 0  # accelerators of one replica; 0: not said
     price: str = ""  # of one accelerator, as 2.50/h
     extra: Mapping[str, Any] = field(default_factory=dict)  # into every request's body

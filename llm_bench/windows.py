@@ -184,7 +184,7 @@ def open_(cell: Cell, warmup_s: float | None = None, cap: int | None = None) -> 
 
 
 def backlog_growth(cell: Cell, window: Window, cap: int | None = None) -> steady.Growth | None:
-    """Do those due and not ended grow over the window? None where arrivals came at too few moments to say.
+    """Whether requests due and not ended grow over the window. None where arrivals came at too few moments to say.
 
     What was dropped counts as never ended: it was waiting for its turn when the run gave up on it. `cap`: in flight, by
     the client, at most.
@@ -284,7 +284,7 @@ def _drifting(cell: Cell, window: Window) -> Window:
 
 
 def _filled_ns(cell: Cell) -> int:
-    """When a system that began empty holds what its load makes it hold: one stay of the first requests after them."""
+    """When a system that began empty is as full as its load makes it: one stay of the first requests after their start."""
     stays = (cell["end_ns"] - cell["due_ns"])[attempted(cell)][:FIRST_STAYS]
     return int(cell["due_ns"][0]) + (int(np.median(stays)) if len(stays) else 0)
 

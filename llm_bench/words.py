@@ -111,7 +111,7 @@ def beside(v: Value) -> list[str]:
 
 
 def first_error(failure: outcomes.Failure) -> str:
-    """Its text; of one that is a page long, as a proxy's or a traceback may be, the beginning."""
+    """Its text, or the beginning of one that is a page long (a proxy's page, a traceback)."""
     text = failure.first_error
     if len(text) <= MOST_ERROR:
         return text
