@@ -284,7 +284,7 @@ def _drifting(cell: Cell, window: Window) -> Window:
 
 
 def _filled_ns(cell: Cell) -> int:
-    """When a system that began empty is as full as its load makes it: one stay of the first requests after their start."""
+    """When a system that began empty is as full as its load makes it: one stay after the first requests began."""
     stays = (cell["end_ns"] - cell["due_ns"])[attempted(cell)][:FIRST_STAYS]
     return int(cell["due_ns"][0]) + (int(np.median(stays)) if len(stays) else 0)
 
