@@ -191,8 +191,8 @@ def test_of_answers_that_come_whole_answers_a_second_and_their_time_are_traded()
     assert whole(40, 8, {"kind": "open", "rate": 200.0}).offered
     assert not whole(40, 8, closed).offered
     assert (
-        "10 ms cannot be compared (one of the two answered whole, the other in tokens) and costs what cannot be "
-        "said; " in trade(BEFORE, whole(40, 8, closed), 10, SLO).text
+        "10 ms cannot be compared (one of the two answered whole, the other in tokens) and has a cost that cannot be "
+        "given; " in trade(BEFORE, whole(40, 8, closed), 10, SLO).text
     )
 
 

@@ -146,7 +146,7 @@ def test_another_users_process_is_refused_before_any_load(monkeypatch: pytest.Mo
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refuse)
-    with pytest.raises(BenchError, match="4711 is another user's"):
+    with pytest.raises(BenchError, match="4711 belongs to another user"):
         check(parse(["1s:signal:TERM:4711"]), target())
 
 
@@ -266,7 +266,7 @@ def test_a_lost_or_torn_log_ends_no_run_and_says_what_it_lacks(tmp_path: Path) -
     found = faults.of_end(fault_doing.ended(path, planned))
     assert found is not None
     assert [(d.what, d.ok, d.begun_ns) for d in found.done] == [("cmd:true", True, 6), ("cmd:false", False, 0)]
-    assert "did not live" in found.done[1].result
+    assert "died before it could say" in found.done[1].result
 
 
 def test_a_drive_that_never_began_leaves_a_log_of_nothing_done(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_why_says_the_change_the_margin_and_what_would_help(tmp_path: Path) -> N
     restless = [*reversed(NOISY)]
     noisy = judged(write_arms(tmp_path / "c", {"base": NOISY, "cand": restless}), "ttft_p95<=+3%").tests[0]
     assert noisy.why.startswith("noise exceeds the margin: +0%, its 95% bound +")
-    assert noisy.why.endswith("a quieter machine, or a wider margin")
+    assert noisy.why.endswith("take a quieter machine or wider margin")
     wide = judged(tmp_path / "c", "ttft_p95<=+12%").tests[0]
     assert "pairs of this spread equal arms would pass in 90%" in wide.why
 

@@ -261,7 +261,7 @@ def test_no_tls_where_it_is_spoken_is_one_sentence_and_nothing_of_grpcs_own_log(
         ]  # fmt: skip
     assert all(line.startswith(("waiting for t at", "llm-bench: target t:")) for line in (*said[0], *said[1])), said
     assert "its certificate is not trusted" in said[1][-1]
-    assert "https:// would be right there" in mistaken.of_close(target_of(plain), "UNAVAILABLE: Socket closed")
+    assert "try https://" in mistaken.of_close(target_of(plain), "UNAVAILABLE: Socket closed")
 
 
 @pytest.fixture(scope="module")

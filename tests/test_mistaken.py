@@ -457,7 +457,7 @@ ANSWERS = {
     "fields": (422, {}, FASTAPI, ("body.messages: Field required",), ("is it ",)),
     "fault": (500, {}, {"error": "boom"}, ("boom", "its log says more"), ()),
     "gateway": (502, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "does not reach it")),
-    "late": (504, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "waits no longer")),
+    "late": (504, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "gave up waiting")),
 }
 
 

@@ -322,7 +322,7 @@ def test_a_class_of_any_name_and_length_gives_a_file_name(tmp_path: Path) -> Non
     rows = [{"input_length": 10, "output_length": 1, "class": name} for name in ("x" * 400, "漢" * 400, "../\u0000/")]
     sent = replay(tmp_path, rows, job={"alone_too": True})
     assert [len(cell["request_class"]) for cell in sent.cells] == [3, 1, 1, 1]
-    assert any("a class alone has all the slots" in line for line in sent.said)
+    assert any("a class measured alone has all the slots" in line for line in sent.said)
 
 
 def test_a_trace_keeps_its_times_beside_a_neighbour_and_each_class_is_measured_alone(tmp_path: Path) -> None:
