@@ -56,7 +56,7 @@ def test_the_worked_example_is_what_is_printed():
     assert "40 answers/s  = 18,000 tokens/s / 450 tokens an answer" in text
     assert "28 answers/s  = 40/s x 0.7 (token rate)" in text
     assert "168 requests  = 28/s x 6 s (Little's law)" in text
-    assert "nothing of this was measured" in text
+    assert "none of this was measured" in text
 
 
 def test_the_lower_of_two_ceilings_binds_and_is_named():

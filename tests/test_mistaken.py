@@ -456,7 +456,7 @@ ANSWERS = {
     "type": (415, {}, {"detail": "Unsupported Media Type"}, ("Unsupported Media Type",), ("is it ",)),
     "fields": (422, {}, FASTAPI, ("body.messages: Field required",), ("is it ",)),
     "fault": (500, {}, {"error": "boom"}, ("boom", "its log says more"), ()),
-    "gateway": (502, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "does not reach it")),
+    "gateway": (502, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "cannot reach it")),
     "late": (504, {"Content-Type": "text/html"}, PROXY, None, ("(HTML) '502 Bad Gateway'", "gave up waiting")),
 }
 

@@ -230,7 +230,7 @@ def test_a_closed_standard_output_is_refused() -> None:
     command = f"exec {sys.executable} -m llm_bench.null_target --exit-with-stdin </dev/null >&-"
     done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "standard output is closed; would be right: open" in done.stderr
+    assert "standard output is closed; expected it open" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_times_and_counts_that_cannot_be_are_refused(flags: list[str], capsys: p
     with pytest.raises(SystemExit) as ended:
         main(flags)
     assert ended.value.code == 2
-    assert "would be right" in capsys.readouterr().err
+    assert "expected" in capsys.readouterr().err
 
 
 def test_it_ends_when_its_stdin_is_closed() -> None:
