@@ -278,7 +278,7 @@ def test_https_goes_through_a_tunnel_that_sees_neither_key_nor_request(
 
     got, heads, port = run(main())
     assert [e.ended for e in got] == [COMPLETE, COMPLETE], got[0].error
-    assert 0 < got[0].sent_ns <= got[0].first_token_ns
+    assert 0 < got[0].sent_ns <= got[0].first_byte_ns
     assert got[0].connect_ns > 0
     assert got[1].connect_ns == 0  # the tunnel is kept
     assert heads == [
