@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, as transformers does
-# Native kernels are compiled here; what `selfcheck` found on this machine is not here: `run` would go by it.
-os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "tests-cache")
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+
+# What a shell or a CI says of terminals and proxies decides how wide and how coloured we print, and what `run` refuses.
+OF_A_TERMINAL = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS"}
+for name in [name for name in os.environ if name in OF_A_TERMINAL or name.lower().endswith("_proxy")]:
+    del os.environ[name]
+# Native kernels are compiled here; what `selfcheck` found on this machine is not here: `run` would go by it.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "tests-cache")
 
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", max_examples=1000, print_blob=True, deadline=None)

@@ -36,6 +36,7 @@ def test_a_sleeper_never_wakes_early_and_lateness_does_not_add_up(run: Run, spin
 
 
 @pytest.mark.parametrize("run", LOOPS)
+@undisturbed
 def test_waiters_wake_in_due_order_whatever_the_order_of_asking(run: Run) -> None:
     async def main() -> list[int]:
         timer = Timer()

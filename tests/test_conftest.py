@@ -52,3 +52,18 @@ def test_a_selfcheck_of_this_machine_changes_no_test() -> None:
     ask = "from llm_bench import calibration; print(calibration.ceiling())"
     found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "None\n"
+
+
+def test_what_a_shell_says_of_terminals_and_proxies_changes_no_test() -> None:
+    said = {
+        "COLUMNS": "43",
+        "FORCE_COLOR": "1",
+        "HTTP_PROXY": "http://127.0.0.1:9",
+        "all_proxy": "socks5://127.0.0.1:9",
+    }
+    ask = f"import os, tests.conftest; print([name for name in {list(said)} if name in os.environ])"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=os.environ | said, cwd=Path(__file__).parents[1], capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "[]\n"

@@ -33,13 +33,6 @@ PAGE = b"<!DOCTYPE html>\n<html><head><title>Welcome to nginx!</title></head><bo
 WITHOUT_LIST = [name for name in OVER_HTTP if not DIALECTS[name].site.models]
 
 
-@pytest.fixture(autouse=True)
-def no_proxies(monkeypatch):
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-
-
 def silent(_: str) -> None:
     pass
 

@@ -32,13 +32,6 @@ BODY = b"Content-Length: 2\r\n\r\n{}"
 ANSWER = SSE_HEAD + sse(token("a"), FINISH) + END
 
 
-@pytest.fixture(autouse=True)
-def no_proxy_but_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-
-
 def at(port: int, authorization: str = "") -> Proxy:
     return Proxy("127.0.0.1", port, authorization)
 

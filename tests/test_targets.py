@@ -17,13 +17,6 @@ from tests.scripted import END, SSE_HEAD, Scripted, http_response, sse, token, u
 NONE = Path("no-such-targets.toml")
 
 
-@pytest.fixture(autouse=True)
-def no_proxies(monkeypatch):
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-
-
 def silent(_: str) -> None:
     pass
 
