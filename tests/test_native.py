@@ -2,10 +2,8 @@
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 
 from reference_engine import attention, batch, model, native, quant, weights
 from reference_engine.batch import Pages
-from reference_engine.engine import out_of_memory
 from reference_engine.families import Shape
 from reference_engine.sequence import Sequence
 from tests.engine_models import sequence
@@ -358,38 +355,6 @@ def test_all_layers_at_once_have_the_bits_of_the_layers_in_parts(
             assert torch.equal(found[0][1], found[1][1])
     finally:
         native.set_threads(1)
-
-
-@contextmanager
-def address_space(beyond: int) -> Iterator[None]:
-    """So many bytes more than this process has now."""
-    resource = pytest.importorskip("resource")
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("this system does not say what a process has")
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + beyond, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def test_a_step_too_large_for_memory_is_an_error_and_a_smaller_one_goes_on() -> None:
-    """The engine computes such a step in halves."""
-    whole = model.make(weights.tiny(0), 8, 16, 20_000, "native")
-    work = []
-    for n in (20_000, 20):
-        s = sequence([3] * n, n)
-        s.blocks = [0] * -(-n // 16) if n > 100 else [1, 2]
-        work.append((s, n))
-    large, small = (model.lay_out(whole, [each]) for each in work)
-    right = model.hidden(whole, small, small.sample_rows)
-    with address_space(40 << 20):  # 10 MB for the embeddings; what the layers compute in takes 150
-        with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
-            model.hidden(whole, large, large.sample_rows)
-        assert torch.equal(model.hidden(whole, small, small.sample_rows), right)
-    assert out_of_memory(caught.value)
 
 
 def test_scratch_grows_and_stays() -> None:

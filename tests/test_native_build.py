@@ -4,6 +4,8 @@ import ctypes
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from reference_engine import native, weights
+from reference_engine import model, native, weights
 from reference_engine.config import EngineConfig
+from reference_engine.engine import out_of_memory
 from reference_engine.runner import ModelRunner
+from reference_engine.sequence import SamplingParams, Sequence
 from tests.native_builds import needs_compiler
 
 pytestmark = [pytest.mark.engine, needs_compiler]
@@ -165,8 +169,38 @@ def test_native_kernels_are_for_float32_only() -> None:
 
 
 def test_flags_of_the_environment_stand_among_the_effective_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(native.EXTRA_FLAGS, raising=False)
     assert tiny().facts()["cpu_kernels_flags"] == ""
     monkeypatch.setenv(native.EXTRA_FLAGS, "-mno-avx512f  '-DA=b c'")
     monkeypatch.setattr(native, "set_threads", lambda count: None)  # nothing is compiled: this is about what is said
     assert tiny(cpu_kernels="native").facts()["cpu_kernels_flags"] == "-mno-avx512f '-DA=b c'"
     assert tiny(cpu_kernels="torch").facts()["cpu_kernels_flags"] == ""
+
+
+def in_little_memory() -> None:
+    """A step that needs 150 MB where 40 are left, then a small one. What a process has freed would serve for it."""
+    import resource
+
+    whole = model.make(weights.tiny(0), 8, 16, 20_000, "native")
+    work = []
+    for n in (20_000, 20):
+        s = Sequence(n, [3] * n, n, SamplingParams(1), 0)
+        s.blocks = [0] * -(-n // 16) if n > 100 else [1, 2]
+        work.append((s, n))
+    large, small = (model.lay_out(whole, [each]) for each in work)
+    right = model.hidden(whole, small, small.sample_rows)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), hard))  # 10 MB of it for the embeddings
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        model.hidden(whole, large, large.sample_rows)
+    assert out_of_memory(caught.value)
+    assert torch.equal(model.hidden(whole, small, small.sample_rows), right)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_step_too_large_for_memory_is_an_error_and_a_smaller_one_goes_on() -> None:
+    """The engine computes such a step in halves. In a process of its own: others leave memory that would do."""
+    call = "from tests.test_native_build import in_little_memory; in_little_memory()"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
