@@ -92,10 +92,16 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def bench(url: str, folder: Path, trace: Path, *arguments: str, timeout_s: float = 180.0, **variables: str) -> Ran:
-    """`llm-bench run --targets t=URL ... --format json`, in `folder`; its records go to folder/run."""
+    """`llm-bench run --targets t=URL ... --format json`, in `folder`; its records go to folder/run.
+
+    By one worker where nothing else is asked for: how many cores this machine has decides no test.
+    """
     out = folder / "run"
+    workers = () if "--workers" in arguments else ("--workers", "1")
     done = subprocess.run(
-        command("run", "--targets", f"t={url}", "--trace", trace, "--out", out, "--format", "json", *arguments),
+        command(
+            "run", "--targets", f"t={url}", "--trace", trace, "--out", out, "--format", "json", *workers, *arguments
+        ),
         capture_output=True,
         text=True,
         timeout=timeout_s,
