@@ -835,7 +835,7 @@ def run(folder: Path, engine: str, trace: list[dict[str, Any]], concurrency: int
         scrape.beside(target, scrape.Asked(scrape.AUTO, 0.1), path, print),
     ):
         asked = command("run", "--targets", f"e={target.url}", "--trace", trace_file(folder, trace), "--out", out)
-        asked += ["--concurrency", str(concurrency), "--metrics", "ttft_p50"]
+        asked += ["--concurrency", str(concurrency), "--workers", "1", "--metrics", "ttft_p50"]
         done = subprocess.run(asked, capture_output=True, text=True, env=environment(), timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     path.rename(scrape.path_of(out, results.load_run(out).cells[0].name))

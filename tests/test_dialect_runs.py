@@ -31,7 +31,7 @@ def ran(tmp_path_factory):
             if name == "http":
                 tables += ["[targets.http.http]", *(f"{key} = {json.dumps(said)}" for key, said in EXAMPLE.items()), ""]
         (folder / "targets.toml").write_text("\n".join(tables))
-        asked = ["--targets", ",".join(OVER_HTTP), "--concurrency", "2", "--warmup", "0"]
+        asked = ["--targets", ",".join(OVER_HTTP), "--concurrency", "2", "--workers", "1", "--warmup", "0"]
         done = subprocess.run(
             command("run", *asked, "--trace", trace, "--out", folder / "run", "--format", "json"),
             capture_output=True,

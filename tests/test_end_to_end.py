@@ -351,7 +351,7 @@ def _started(url, tmp_path, n=4000):
     trace = trace_file(tmp_path, rows(n))
     return subprocess.Popen(
         command("run", "--targets", f"t={url}", "--trace", trace, "--concurrency", "4,8", "--out", tmp_path / "run",
-                "--format", "json"),
+                "--workers", "1", "--format", "json"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(),
     )  # fmt: skip
 
@@ -481,7 +481,7 @@ def test_256_streams_to_the_null_target_all_accounted_for(tmp_path):
     trace = trace_file(tmp_path, rows(2600, tokens_out=16))
     done = subprocess.run(
         command("run", "--targets", "null", "--trace", trace, "--concurrency", "256", "--out", tmp_path / "run",
-                "--format", "json"),
+                "--workers", "1", "--format", "json"),
         capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(), timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -144,7 +144,8 @@ def test_against_the_reference_engine_the_two_agree(tmp_path: Path) -> None:
     trace = trace_file(tmp_path, rows(120, 300, 60))
     with targets.running(dataclasses.replace(declared, launch=engine), print) as target:
         asked = command("run", "--targets", f"e={target.url}", "--trace", trace, "--out", tmp_path / "run")
-        asked += ["--concurrency", "12", "--metrics", "ttft_p50", "--metrics-url", "auto", "--scrape-every", "0.05"]
+        asked += ["--concurrency", "12", "--workers", "1", "--metrics", "ttft_p50"]
+        asked += ["--metrics-url", "auto", "--scrape-every", "0.05"]
         done = subprocess.run(asked, capture_output=True, text=True, env=environment(), timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     row, notes = said(results.load_run(tmp_path / "run"))

@@ -166,7 +166,9 @@ def test_a_run_shows_it_by_targets_toml(demanding, tmp_path):
         f'[targets.t]\nurl = "{target.url}"\ncafile = "{target.cafile}"\ncert = "{cert}"\nkey = "{key}"\n'
     )
     trace = trace_file(tmp_path, rows(8))
-    asked = command("run", "--targets", "t", "--trace", str(trace), "--concurrency", "2", "--out", "out")
+    asked = command(
+        "run", "--targets", "t", "--trace", str(trace), "--concurrency", "2", "--workers", "1", "--out", "out"
+    )
     done = subprocess.run(
         asked, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment(), check=False
     )
