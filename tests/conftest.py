@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 # What a shell or a CI says of terminals and proxies decides how wide and how coloured we print, and what `run` refuses.
-OF_A_TERMINAL = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS"}
+OF_A_TERMINAL = set("COLUMNS LINES TERM COLORTERM NO_COLOR FORCE_COLOR PY_COLORS CLICOLOR_FORCE GITHUB_ACTIONS".split())
 for name in [name for name in os.environ if name in OF_A_TERMINAL or name.lower().endswith("_proxy")]:
     del os.environ[name]
 # Native kernels are compiled here; what `selfcheck` found on this machine is not here: `run` would go by it.

@@ -57,7 +57,7 @@ def test_a_selfcheck_of_this_machine_changes_no_test() -> None:
 def test_what_a_shell_says_of_terminals_and_proxies_changes_no_test() -> None:
     said = {
         "COLUMNS": "43",
-        "FORCE_COLOR": "1",
+        "TERM": "dumb",
         "HTTP_PROXY": "http://127.0.0.1:9",
         "all_proxy": "socks5://127.0.0.1:9",
     }
