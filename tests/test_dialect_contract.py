@@ -78,6 +78,7 @@ def test_every_row_has_a_server_to_be_tried_on():
 
 
 @streamed
+@undisturbed
 def test_a_good_stream_is_ok_with_its_text_its_stamps_and_its_counts(name):
     speaks = SPEAKS[name]
     got, tried = answered(name, script(name, speaks.stream(TEXTS), GAP_MS))
