@@ -30,7 +30,8 @@ demo: .venv/.engine        ## the main job on the embedded engine, and its repor
 	$(BIN)/llm-bench report --metrics ttft_p95,tpot_p95,tokens_per_second,error_rate
 
 test: .venv/.dev           ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@rm -f .pytest_cache/ended .pytest_cache/v/cache/lastfailed
+	@$(BIN)/python -m pytest -n 2 --dist loadfile; code=$$?; mkdir -p .pytest_cache; echo $$code > .pytest_cache/ended; exit $$code
 
 test-again:                ## the few tests that failed, once more and alone
 	$(BIN)/python -m tests.again

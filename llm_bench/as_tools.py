@@ -1,6 +1,6 @@
 """What other load-testing tools would have printed for the same records, by their own definitions (TOOLS).
 
-These tools know no window: they count the whole run. What stands for which computation is in `tool_figures`.
+These tools know no window: they count the whole run. How each figure is computed is in `tool_figures`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Figure(NamedTuple, Generic[F]):
 
 class Tool(NamedTuple):
     version: str  # that the definitions are of
-    quantile: str  # one of QUANTILES
+    quantile: str  # one of tool_figures.QUANTILES
     retokenises: bool  # the n in its figures is of a tokenizer of its own, and the records keep no text
     also_ok: tuple[str, ...]  # kinds of our failures that it takes for successes, where tokens came
     series: tuple[Figure[Of], ...]

@@ -151,7 +151,7 @@ def check(
     proxy: Proxy = "",
     targets_file: TargetsFile = Path("targets.toml"),
     ready_timeout: Ready = 30.0,
-    agree: Annotated[bool, typer.Option("--agree", help="Also where answers differ, and perplexity.")] = False,
+    agree: Annotated[bool, typer.Option("--agree", help="Also show where answers differ, and perplexity.")] = False,
 ) -> None:
     """Ask each target what a measurement needs to know.
 

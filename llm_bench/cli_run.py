@@ -97,7 +97,7 @@ def parse_loads(
 
 def run(
     context: typer.Context,
-    targets: Annotated[str, typer.Option(help="name,name=url,url: a name is of targets.toml, or built in.")],
+    targets: Annotated[str, typer.Option(help="name,name=url,url: a name alone is one of targets.toml, or built in.")],
     trace: Annotated[Path, typer.Option(help="Trace file; its format is detected from its keys.")],
     concurrency: Concurrency = "",
     rate: Rate = "",

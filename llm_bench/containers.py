@@ -379,7 +379,7 @@ def _csv_rows(names: list[str], delimiter: str, before: int, lines: Iterator[tup
 
 
 def _each_row(reader: Iterator[list[str]]) -> Iterator[list[str] | ValueError]:
-    """The rows, and in the place of each that the reader refuses what is wrong with it: it goes on behind one."""
+    """The rows; in place of one that the reader refuses, what is wrong with it. The reader goes on after it."""
     while True:
         try:
             yield from reader

@@ -398,7 +398,7 @@ def _more(test: Test) -> str:
     pairs_needed = _pairs_within(test.differences, room)
     if pairs_needed is None:
         return (
-            f"equal arms of this spread would not pass with {MOST_PAIRS} pairs: take a quieter machine or wider margin"
+            f"equal arms of this spread would not pass with {MOST_PAIRS} pairs: use a quieter machine or a wider margin"
         )
     return f"with {pairs_needed} pairs of this spread equal arms would pass in 90%"
 

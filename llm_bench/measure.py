@@ -170,8 +170,8 @@ class _Refusals:
         self._target, self._patience_ns = target, patience_ns
         self._in_a_row = self._since_ns = 0
 
-    def show_gone(self, flight: Flight) -> bool:
-        """Whether this was one too many, and the target, asked once more, does not answer."""
+    def add(self, flight: Flight) -> bool:
+        """Count it. Whether it was one too many, and the target, asked once more, does not answer."""
         refused = flight.tried is not None and flight.tried.exchange.ended == CONNECT_ERROR
         self._in_a_row = self._in_a_row + 1 if refused else 0
         if self._in_a_row == 1:
@@ -269,7 +269,7 @@ async def _loop(
         stop.set()
 
     def done(flight: Flight) -> bool:
-        if refusals.show_gone(flight):
+        if refusals.add(flight):
             halt("target gone")
         if work.next_turn[flight.index] >= 0:  # whether the conversation goes on depends on what the answer is
             return clerk.enter(flight)

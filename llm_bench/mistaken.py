@@ -111,7 +111,7 @@ def of_close(target: Target, why: str) -> str:
         return ""
     if not target.url.startswith("https"):
         grpc = target.dialect.transport == "grpc"
-        return "; it closes without a word, as a server of TLS does: try https://" if grpc else ""
+        return "; it closes without a word, as a TLS server does: try https://" if grpc else ""
     likely = (
         "the client certificate of `cert` is not one of its authority's, or has expired"
         if target.cert

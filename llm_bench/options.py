@@ -50,7 +50,7 @@ Rate = Annotated[str, typer.Option(help="Open loop: requests per second, e.g. 1,
 Replay = Annotated[bool, typer.Option("--replay", help="The trace's own times (the default where it has them).")]
 Speed = Annotated[float, typer.Option(help="Replay this many times as fast: 2 takes half as long.")]
 MaxInFlight = Annotated[
-    int | None, typer.Option(help="Open loop: most requests in flight; the rest queue, and it shows as lag.")
+    int | None, typer.Option(help="Open loop: at most N requests in flight; the rest queue, which shows as lag.")
 ]
 Requests = Annotated[int | None, typer.Option(help="Send the first N rows, warm-up included; default: all.")]
 Limit = Annotated[int | None, typer.Option(help="First rows of the trace, at most N, in whole conversations.")]

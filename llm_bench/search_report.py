@@ -93,7 +93,7 @@ def _unseen(answer: Answer, plan: Plan) -> list[str]:
         return []
     return [
         f"the lower end, {plan.label(met.load)}, rests on {counted(met.window, 'request')}: a backlog that grows by "
-        f"less than {growth:.3g}/s ({growth / met.load:.0%} of it) would not show in so few; a longer --budget or more "
+        f"less than {growth:.3g}/s ({growth / met.load:.0%} of it) would not show in so few; a longer --budget, or "
         "--requests, shows smaller ones"
     ]
 

@@ -77,7 +77,7 @@ def text(run: Run, asked: Asked) -> str:
 
 
 def _print_group(group: Group, everywhere: Sequence[str], console: Any, roomy: Any) -> None:
-    """Remarks, verdicts and doubts of one load. `everywhere`: said above already; `roomy`: for tables of numbers."""
+    """Remarks, verdicts and doubts of one load. `everywhere`: said above already; `roomy`: for other tools' tables."""
     from rich.padding import Padding
     from rich.text import Text
 

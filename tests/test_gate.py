@@ -64,7 +64,7 @@ def test_why_says_the_change_the_margin_and_what_would_help(tmp_path: Path) -> N
     restless = [*reversed(NOISY)]
     noisy = judged(write_arms(tmp_path / "c", {"base": NOISY, "cand": restless}), "ttft_p95<=+3%").tests[0]
     assert noisy.why.startswith("noise exceeds the margin: +0%, its 95% bound +")
-    assert noisy.why.endswith("take a quieter machine or wider margin")
+    assert noisy.why.endswith("use a quieter machine or a wider margin")
     wide = judged(tmp_path / "c", "ttft_p95<=+12%").tests[0]
     assert "pairs of this spread equal arms would pass in 90%" in wide.why
 
@@ -393,7 +393,7 @@ def test_a_verdict_that_stands_without_all_that_a_client_can_have_added_is_given
     got = judged(folder, "ttft_p95<=+1%")
     assert got.verdict == verdict
     if verdict == FAIL:
-        assert "with all that it can have done taken off, it is a FAIL still" in gate_report.text(got)
+        assert "with all that it can have done taken off, it is still a FAIL" in gate_report.text(got)
 
 
 # ---- what the two arms differ in

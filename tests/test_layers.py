@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Import order of llm_bench, as DESIGN.md gives it.
+# One import order of llm_bench; DESIGN.md groups the same modules by what they are for.
 LAYERS = """errors limits printable clock exchange http1 stats steady pairs changes request ticks prefixes fields
 captured agentic formats containers sheet arrange trace workload doctor trace_report trace_plot fit
 model_file law synth servegen goodness goodness_plot anonymise parts mix neighbours selection prompts
@@ -72,6 +72,7 @@ def test_the_design_page_names_every_module():
     cells = re.sub(r"(\w+_)\{([^}]*)\}", lambda m: ", ".join(m[1] + end for end in m[2].split(",")), cells)
     named = {name.strip() for name in cells.split(",")}
     assert {name for name in LAYERS if not name.startswith("dialect_")} <= named
+    assert {name for name in named if re.fullmatch(r"\w+", name)} - {"module"} <= set(LAYERS)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -288,7 +288,7 @@ def test_a_server_that_has_nothing_at_any_address(name):
     ("tgi", {"parameters": "{}"}, "extra.parameters is of type str, expected a table"),
     ("sglang", {"sampling_params": [{"n": 2}]}, "extra.sampling_params is of type list, expected a table"),
     ("triton-generate", {"sampling_parameters": 3}, "extra.sampling_parameters is of type int, expected a table"),
-    ("rerank", {"documents": 3}, "extra.documents is no list of documents"),
+    ("rerank", {"documents": 3}, "extra.documents is not a list of documents"),
     ("kserve-http", {"tensors": [1]}, "extra.tensors is of type list, expected a table"),
     ("kserve-http", {"tensors": {"a": {"datatype": ["FP32"], "shape": [1]}}}, "extra.tensors.a has datatype ['FP32']"),
     ("kserve-binary", {"tensors": {"a": {"datatype": "BYTES", "shape": [1], "data": [{"b": 1}]}}}, "tensor a: a value"),
