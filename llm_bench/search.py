@@ -64,6 +64,7 @@ class Point(NamedTuple):
     cells: tuple[str, ...]
     requests: int
     window: int  # requests that the verdict rests on
+    longest: int  # of these, in one cell
     seconds: float
     clear: bool  # decided, and not by a hair: no request met it, or all did, or its backlog grew
     more_helps: bool = True  # False: no number of requests would decide it
@@ -122,11 +123,14 @@ def _point(plan: Plan, load: float, cells: Sequence[Seen]) -> Point:
         tuple(s.cell for s in cells),
         sum(s.requests for s in cells),
         sum(s.window for s in sound),
+        max((s.window for s in sound), default=0),
         sum(s.seconds for s in cells),
         clear=False,
     )
     if longest.overloaded:
-        return of._replace(verdict="MISSED", why=longest.overloaded, clear=True, window=longest.window)
+        return of._replace(
+            verdict="MISSED", why=longest.overloaded, clear=True, window=longest.window, longest=longest.window
+        )
     # A cell that was not steady, or that this client slowed, says something as long as no other one is better.
     trust = "" if sound else longest.unsound
     using = [s for s in sound if not s.client_limited] or sound or [longest]
@@ -152,6 +156,7 @@ def _point(plan: Plan, load: float, cells: Sequence[Seen]) -> Point:
         why="; ".join(filter(None, [trust, why, aside])),
         limits=limits,
         window=sum(s.window for s in using),
+        longest=max(s.window for s in using),
         clear=verdict != "UNDECIDED" and all(_clear(x) for x in telling),
         more_helps=not hopeless and not (limited and len(cells) > 1),  # a neighbour may have slowed the first
         trust=trust,

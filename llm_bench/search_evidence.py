@@ -32,7 +32,8 @@ class Counts(NamedTuple):
     decided: float
     ess: float  # effective sample size of `decided`
     open: float = 0  # cut before it was known, or hidden
-    hidden_by: tuple[str, ...] = ()  # why; () where all that is open was cut
+    hidden: float = 0  # of `open`: what the limit is on exists and is not known
+    hidden_by: tuple[str, ...] = ()  # why
 
 
 class Span(NamedTuple):
@@ -76,7 +77,9 @@ class Limited(NamedTuple):
     why: str
     low: float | None  # interval of the share that met it, or of the figure, at the CONFIDENCE of the look
     high: float | None
-    needs: int | None = None  # requests in all that would decide it as it looks; None: decided, or no number would
+    needs: int | None = (
+        None  # requests in all that would decide it as it looks; None: decided, none would, or not known
+    )
     hopeless: bool = False  # no number of requests would decide it
 
 
@@ -136,7 +139,7 @@ def _evidence(cell: Cell, window: Window, limit: Limit, agreed: Slo) -> Evidence
         if not got.decided + got.undecided:
             return Unknown("no request that decides it was due in the window")
         samples = _samples(cell, window, limit, agreed, got)
-        return Counts(got.met, got.decided, samples, got.undecided, got.hidden_by)
+        return Counts(got.met, got.decided, samples, got.undecided, got.hidden, got.hidden_by)
     if limit.metric.name == "error_rate":
         rows = due_in(cell, window) & outcome_in(cell, "ok", "failed")
         ok = outcome_in(cell, "ok")[rows]
@@ -176,18 +179,19 @@ def pooled(evidence: Sequence[Evidence]) -> Evidence:
     """What several cells of one load say together.
 
     Counts add. Cells are independent, so that their variances do: ESS = N² / sum of n² / ess, which is the sum of ess
-    where cells are alike and less where they are not. Of a figure the mean by n, half-widths added in squares.
+    where cells are alike and less where they are not, N and n of the cells that decided any. Of a figure the mean by n,
+    half-widths added in squares.
     """
     counts = [e for e in evidence if isinstance(e, Counts)]
     spans = [e for e in evidence if isinstance(e, Span)]
     if counts:
-        totals = [c.decided + c.open for c in counts]
-        n = sum(totals)
-        spread = sum(t**2 / c.ess for t, c in zip(totals, counts, strict=True) if c.ess)
-        ess = n**2 / spread if spread else 0.0
-        met, decided, open_ = (sum(of) for of in zip(*((c.met, c.decided, c.open) for c in counts), strict=True))
+        deciding = [(c.decided + c.open, c.ess) for c in counts if c.ess]
+        spread = sum(n**2 / ess for n, ess in deciding)
+        ess = sum(n for n, _ in deciding) ** 2 / spread if spread else 0.0
+        sums = zip(*((c.met, c.decided, c.open, c.hidden) for c in counts), strict=True)
+        met, decided, open_, hidden = (sum(of) for of in sums)
         reasons = dict.fromkeys(reason for c in counts for reason in c.hidden_by)
-        return Counts(met, decided, ess, open_, tuple(reasons))
+        return Counts(met, decided, ess, open_, hidden, tuple(reasons))
     if spans:
         n = sum(s.n for s in spans) or 1.0
         value = sum(s.value * s.n for s in spans) / n
@@ -222,28 +226,36 @@ def judge(limit: Limit, found: Evidence, *, guard: bool = False, again: bool = F
         return Limited(limit, verdict, why, found.low, found.high, needs)
     asked = 1 - limit.value if limit.share is None else limit.share
     n = found.decided + found.open
+    may_miss = (1 - asked) * n
+    # A longer cell has no more that are cut, and as large a part that is hidden: too large for it to be met, and where
+    # it would be met with them, not missed either.
+    could = found.met + found.hidden >= asked * (found.decided + found.hidden)
+    hopeless = found.hidden > may_miss and could
     if not n or not found.ess:
-        why = "no request that decides it"
-        if found.hidden_by:
-            why += f"; of {found.open:,.0f} it is hidden ({', '.join(found.hidden_by)}), and of more it would be too"
-        return Limited(limit, "UNDECIDED", why, None, None, hopeless=bool(found.hidden_by))
+        why = f"no request that decides it{_not_known(found)}"
+        return Limited(limit, "UNDECIDED", why, None, None, hopeless=hopeless)
     low = stats.wilson(found.met / n * found.ess, found.ess, confidence).low
     high = stats.wilson((found.met + found.open) / n * found.ess, found.ess, confidence).high
     share = found.met / found.decided if found.decided else 0.0
     why = (
         f"{found.met:,.0f} of {found.decided:,.0f} ({share:.2%}, {level} {low:.2%} to {high:.2%}, "
-        f"ESS {found.ess:.0f}; {100 * asked:.4g}% asked)"
+        f"ESS {found.ess:.0f}; {100 * asked:.4g}% asked){_not_known(found)}"
     )
-    if found.open:
-        hidden_by = f", or hidden ({', '.join(found.hidden_by)})" if found.hidden_by else ""
-        why += f"; of {found.open:,.0f} more it is not known: cut{hidden_by}"
     if guard and high >= asked:
         proven = "" if low >= asked else ", not proven"
         return Limited(limit, "MET" if share >= asked else "UNDECIDED", why + proven, low, high)
     verdict = "MET" if low >= asked else "MISSED" if high < asked else "UNDECIDED"
-    needs = needed(share, asked, found.ess, n, confidence) if verdict == "UNDECIDED" else None
-    hidden = verdict == "UNDECIDED" and found.open > (1 - asked) * n  # more than may miss
-    return Limited(limit, verdict, why, low, high, None if hidden else needs, hidden)
+    if verdict != "UNDECIDED":
+        return Limited(limit, verdict, why, low, high)
+    needs = None if found.open > may_miss else needed(share, asked, found.ess, n, confidence)
+    return Limited(limit, verdict, why, low, high, needs, hopeless)
+
+
+def _not_known(of: Counts) -> str:
+    """Of how many requests it is not known whether they met the limit, and why, in words; "" where it is of all."""
+    hidden = [f"hidden ({', '.join(of.hidden_by)}), as of more it would be"] if of.hidden else []
+    cut = ["cut"] if of.open > of.hidden else []
+    return f"; of {of.open:,.0f} it is not known: {', or '.join(hidden + cut)}" if of.open else ""
 
 
 def needed(share: float, asked: float, ess: float, n: float, confidence: float = CONFIDENCE[0]) -> int | None:

@@ -84,17 +84,20 @@ def remarks(answer: Answer, plan: Plan) -> list[str]:
 
 
 def _unseen(answer: Answer, plan: Plan) -> list[str]:
-    """Which growth of a backlog the lower end is too short to show: less than chance makes of so many arrivals."""
+    """Which growth of a backlog the lower end is too short to show: less than chance makes of so many arrivals.
+
+    It is looked for in each cell alone: more cells as long as the longest show none that is smaller.
+    """
     met = answer.met
-    if plan.by != "rate" or met is None or not met.window:
+    if plan.by != "rate" or met is None or not met.longest:
         return []
-    growth = steady.SWINGS * math.sqrt(met.window) / met.window * met.load
+    growth = steady.SWINGS / math.sqrt(met.longest) * met.load
     if growth <= plan.tolerance * met.load:
         return []
     return [
-        f"the lower end, {plan.label(met.load)}, rests on {counted(met.window, 'request')}: a backlog that grows by "
-        f"less than {growth:.3g}/s ({growth / met.load:.0%} of it) would not show in so few; a longer --budget, or "
-        "--requests, shows smaller ones"
+        f"the lower end, {plan.label(met.load)}, rests on cells of at most {counted(met.longest, 'request')}: a "
+        f"backlog that grows by less than {growth:.3g}/s ({growth / met.load:.0%} of it) would not show in so few; a "
+        "longer --budget, or more --requests, would show smaller ones"
     ]
 
 

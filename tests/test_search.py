@@ -114,15 +114,18 @@ def test_cells_of_one_load_are_judged_together():
     pooled = search_evidence.pooled([Counts(100, 100, 100), Counts(300, 300, 30)])
     assert isinstance(pooled, Counts)
     assert pooled.ess == pytest.approx(160_000 / 3100)
+    # A cell that decided none adds none to what the others are worth.
+    pooled = search_evidence.pooled([Counts(100, 100, 100), Counts(0, 0, 0.0, 100, 100, ("not streamed",))])
+    assert pooled == Counts(100, 100, 100, 100, 100, ("not streamed",))
     assert search_evidence.pooled([Span(10.0, 8.0, 12.0, 50), Span(20.0, 18.0, 22.0, 50)]) == Span(
         15.0, pytest.approx(15 - math.sqrt(2)), pytest.approx(15 + math.sqrt(2)), 100
     )
     assert search_evidence.pooled([Unknown("none")]) == Unknown("none")
 
 
-@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.01, 1)), min_size=1, max_size=6))
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.01, 1) | st.just(0.0)), min_size=1, max_size=6))
 def test_pooled_cells_never_count_for_more_than_their_sum(cells):
-    found = [Counts(n, n, share * n) for n, share in cells]
+    found = [Counts(n, n, share * n) if share else Counts(0, 0, 0.0, n) for n, share in cells]
     pooled = search_evidence.pooled(found)
     assert isinstance(pooled, Counts)
     assert pooled.ess <= sum(c.ess for c in found) * (1 + 1e-9)
@@ -168,21 +171,44 @@ def test_a_cell_says_of_each_limit_how_many_met_it():
 
 
 def test_what_is_not_known_is_said_with_its_own_reasons_alone():
-    cut, hidden = Counts(90, 95, 95, 5), Counts(90, 95, 95, 5, ("not streamed",))
+    cut, hidden = Counts(90, 95, 95, 5), Counts(90, 95, 95, 5, 5, ("not streamed",))
     limit = SLO.limits[0]
-    assert search_evidence.judge(limit, cut).why.endswith("; of 5 more it is not known: cut")
+    assert search_evidence.judge(limit, cut).why.endswith("; of 5 it is not known: cut")
+    assert search_evidence.judge(limit, hidden).why.endswith(
+        "; of 5 it is not known: hidden (not streamed), as of more it would be"
+    )
     both = search_evidence.pooled([cut, hidden, hidden._replace(hidden_by=("several choices", "not streamed"))])
     assert search_evidence.judge(limit, both).why.endswith(
-        "; of 15 more it is not known: cut, or hidden (not streamed, several choices)"
+        "; of 15 it is not known: hidden (not streamed, several choices), as of more it would be, or cut"
     )
     whole = sample.cell([sample.record(i, 100.0 * i, events=[], end=100.0 * i + 5, tokens_out=2) for i in range(100)])
     first, _ = search_evidence.seen("c", 5.0, whole, windows.of(whole), SLO).evidence
     assert isinstance(first, Counts)
-    assert (first.open, first.hidden_by) == (100, ("not streamed",))
+    assert (first.open, first.hidden, first.hidden_by) == (100, 100, ("not streamed",))
     told = search_evidence.judge(limit, first)
     assert told.hopeless
-    assert told.why == "no request that decides it; of 100 it is hidden (not streamed), and of more it would be too"
-    assert not search_evidence.judge(limit, Counts(0, 0, 0.0, 5)).hopeless  # cut ones may be decided in a longer cell
+    assert told.why == (
+        "no request that decides it; of 100 it is not known: hidden (not streamed), as of more it would be"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "hopeless"),
+    [
+        (Counts(0, 0, 0.0, 5), False),  # cut ones may be decided in a longer cell
+        (Counts(0, 0, 0.0, 100, 1, ("not streamed",)), False),  # one of them is hidden, where 5 may miss
+        (Counts(0, 0, 0.0, 100, 6, ("not streamed",)), True),
+        (Counts(90, 90, 90, 10), False),
+        (Counts(90, 90, 90, 10, 5, ("not streamed",)), False),
+        (Counts(90, 90, 90, 10, 6, ("not streamed",)), True),
+        (Counts(40, 45, 45, 5, 5, ("not streamed",)), False),  # were all hidden ones to meet it, 90% did: it is missed
+    ],
+)
+def test_only_where_what_is_hidden_decides_would_no_number_of_requests_do(counts: Counts, hopeless: bool):
+    told = search_evidence.judge(SLO.limits[0], counts)
+    assert (told.verdict, told.hopeless, told.needs) == ("UNDECIDED", hopeless, None)
+    (point,) = search.points(PLAN, [says(8, 0, 100)._replace(evidence=(counts, Counts(100, 100, 100)))])
+    assert point.more_helps is not hopeless
 
 
 def test_a_growing_backlog_is_a_miss_whatever_the_requests_say():
@@ -414,13 +440,21 @@ def test_every_format_says_the_bracket_and_its_evidence():
 def test_which_growth_the_lower_end_of_a_rate_is_too_short_to_show_is_said():
     """Of 100 arrivals chance makes 2 x 10 more or fewer: at 50/s, which they take 2 s for, 10/s may be hidden."""
     by_rate = dataclasses.replace(PLAN, by="rate")
-    for plan, n, said in ((by_rate, 100, True), (by_rate, 1600, False), (PLAN, 100, False)):
-        answer = search.summary(plan, search.points(plan, [says(50, n, n), says(52, 0, n)]), 30.0)
-        lines = [line for line in search_report.remarks(answer, plan) if "would not show" in line]
-        assert [line.split("; a longer")[0] for line in lines] == (
-            ["the lower end, 50/s, rests on 100 requests: a backlog that grows by less than 10/s (20% of it) would not "
-             "show in so few"] if said else []
-        )  # fmt: skip
+    text = (
+        "the lower end, 50/s, rests on cells of at most {} requests: a backlog that grows by less than {} of it) would "
+        "not show in so few; a longer --budget, or more --requests, would show smaller ones"
+    )
+    short, two = text.format(100, "10/s (20%"), text.format(800, "3.54/s (7%")
+    for plan, lengths, said in (
+        (by_rate, [100], [short]),
+        (by_rate, [1600], []),
+        (by_rate, [800, 800], [two]),  # each cell is looked at alone: 2 x 28 of 800, and not 2 x 40 of 1,600
+        (by_rate, [1600, 100], []),
+        (PLAN, [100], []),
+    ):
+        met = [says(50, n, n, f"m{i}") for i, n in enumerate(lengths)]
+        answer = search.summary(plan, search.points(plan, [*met, says(52, 0, 100)]), 30.0)
+        assert [line for line in search_report.remarks(answer, plan) if "would not show" in line] == said
 
 
 def test_of_many_searches_it_is_counted_how_many_brackets_hold():
@@ -433,7 +467,7 @@ def test_of_many_searches_it_is_counted_how_many_brackets_hold():
 
 
 def _at(load: float) -> search.Point:
-    return search.Point(load, "MET", "", (), (), 0, 0, 0.0, True)
+    return search.Point(load, "MET", "", (), (), 0, 0, 0, 0.0, True)
 
 
 @pytest.mark.parametrize(("kind", "fails"), [("connect_error", True), ("rejected", False), ("ttft_timeout", False)])
