@@ -105,7 +105,9 @@ def exactly_counted(cell: Cell) -> np.ndarray:
     if cell.among("tokens_out_from", "events").any():
         for piece in cell.pieces():
             if piece.tokens is not None:
-                exact[piece.rows] |= row_sums(piece.offsets, piece.tokens) == cell["tokens_out"][piece.rows]
+                unsaid = row_sums(piece.offsets, piece.tokens <= 0)  # 0: unknown
+                adds_up = row_sums(piece.offsets, piece.tokens) == cell["tokens_out"][piece.rows]
+                exact[piece.rows] |= adds_up & (unsaid == 0)
     return np.asarray(exact & (cell["tokens_out"] > 0))
 
 

@@ -462,11 +462,16 @@ OFF = "{} of {} answers ({}) have another length than asked, by {} in the median
     ([(5, "events")] * 8, {}, (UNKNOWN.format(8, 8), "too low")),  # as many events as tokens, by luck
     ([(5, "tokenizer")] * 8, {}, (UNKNOWN.format(8, 8), "too low")),  # an end token has no text
     ([(5, "events")] * 8, {"event_tokens": [2, 0]}, (UNKNOWN.format(8, 8), "too low")),
+    ([(5, "events")] * 8, {"event_tokens": [5, 0]}, (UNKNOWN.format(8, 8), "too low")),
     ([(-1, "")] * 8, {}, (UNKNOWN.format(8, 8), "too low")),
     ([(5, "usage")] * 6 + [(5, "events")] * 2, {}, (UNKNOWN.format(2, 8), "too low")),
     (
         [(5, "usage")] * 5 + [(3, "usage")] + [(5, "events")] * 2, {},
         (f"{OFF.format(1, 8, '12.5%', '2 tokens', 2)}; {UNKNOWN.format(2, 8)}", "too low"),
+    ),
+    (  # longer, as far as is known; the others may have ended early
+        [(5, "usage")] * 5 + [(7, "usage")] + [(5, "events")] * 2, {},
+        (f"{OFF.format(1, 8, '12.5%', '2 tokens', 2)}; {UNKNOWN.format(2, 8)}", "either way"),
     ),
 ])  # fmt: skip
 def test_lengths_that_could_not_be_pinned_are_doubted_only_as_far_as_they_came_otherwise_or_are_unknown(

@@ -75,7 +75,10 @@ def test_lengths_are_compared_as_they_were_measured_whatever_a_probe_found_of_pi
     assert between(tokens_out=4, **unpinned) == {"delivered tokens": said}
     by_events = {"tokens_out": 4, "tokens_out_from": "events"}
     assert between(**by_events, **unpinned) == {}  # an estimate
-    assert between(event_tokens=[1, 1, 1, 1, 0], **by_events, **unpinned) == {"delivered tokens": said}
+    unsaid = {"event_tokens": [1, 1, 1, 1, 0]}  # of its last event the wire did not say: one token, or more
+    assert between(**unsaid, **by_events, **unpinned) == {}
+    of_four = {"events": [50, 70, 90, 110], "event_tokens": [1, 1, 1, 1]}
+    assert between(**of_four, **by_events, **unpinned) == {"delivered tokens": said}
 
 
 @pytest.mark.parametrize(
