@@ -232,10 +232,12 @@ def _figure(metric: str, of: Figure, figures: Figures) -> str:
         return f"{name} – (fell {counted(of.resets, 'time')})"
     if unit == "bytes":
         return f"{name} {of.value / 2**30:.3g} GiB"
-    if kind == "counter" and unit == "s":
-        return f"{name} {number(figures.rate(metric) or 0.0, '')} cores"
     if kind == "counter":
-        return f"{name} {number(of.value, unit)}{words}, {number(figures.rate(metric) or 0.0, '')}{words}/s"
+        rate = figures.rate(metric)
+        assert rate is not None  # its increase is known
+        if unit == "s":
+            return f"{name} {number(rate, '')} cores"
+        return f"{name} {number(of.value, unit)}{words}, {number(rate, '')}{words}/s"
     shown, most = number(of.value, unit), number(of.most, unit) if kind == "gauge" and of.most is not None else ""
     at_most = f", at most {most}" if most not in ("", shown) else ""
     return f"{name} {shown}{words}{at_most}"

@@ -85,12 +85,12 @@ def _server(m: Measured) -> Figures | None:
 def _row(m: Measured, server: Figures) -> tuple[tuple[str | float | None, ...], list[str]]:
     usage, pool, size = (server.value(name) for name in ("kv_usage", "kv_pool", "kv_block"))
     assert usage is not None
+    gauge = usage * pool if pool else None
     if server.apart:
         why = f"{server.edges()}: the records of one time are no measure of them"
-        return (m.load, float(server.scrapes), None, f"{usage:.2%}", pool, usage * pool if pool else None, "–"), [why]
+        return (m.load, float(server.scrapes), None, f"{usage:.2%}", pool, gauge, "–"), [why]
     span = replace(m.window, start_ns=server.start_ns, end_ns=server.end_ns)
     held = carried.resident(m.cell, span, round(size or BLOCK))
-    gauge = usage * pool if pool else None
     begin: tuple[str | float | None, ...] = (m.load, float(server.scrapes))
     if isinstance(held, str):
         return (*begin, None, f"{usage:.2%}", pool, gauge, "–"), [held]
