@@ -19,10 +19,10 @@ _MEMORY = re.compile(r"out of memory|\bOOM\b|kv[ -]?cache.{0,40}(full|exhaust|no
 def kv_binds(case: Case) -> bool:
     """Is the KV memory so full that one more request of the mean size would not fit? A few large ones leave gaps."""
     kv, most, running = case.said("kv_usage"), case.most("kv_usage"), case.said("running")
-    if kv is None or most is None:
+    if case.server is None or kv is None or most is None:
         return False
-    replicas = max(len(case.replicas), 1)  # a share of each one's memory, by its part of what runs
-    return kv >= KV_FULL or bool(running and most + kv * replicas / running > 1.0)
+    memories = case.server.of["kv_usage"].parts  # one an engine, which holds its part of what runs
+    return kv >= KV_FULL or bool(running and most + kv * memories / running > 1.0)
 
 
 def kv_full(case: Case) -> Finding | None:

@@ -22,7 +22,7 @@ HELD_BACK, LATE_SHARE = 0.05, 0.05
 # Of what others wait longer, that computing a long prompt has to take: else they wait for something else.
 EXPLAINS = 0.5
 LEAST_LOADED = 0.25  # of the long and of the short, sent with the fewest in flight, tell what a long one takes
-SPANS_MOST = 500  # of their prefills are looked at, evenly over the cell
+SPANS_MOST = 500  # of their prefills, evenly over the cell, tell the longest gap of each
 DISPERSION = 3.0  # variance of arrivals in equal bins against their mean: 1 for Poisson, chance stays under 2
 BIN_ARRIVALS = 5
 PEAK_TIMES, PEAK_MS = 2.0, 20.0  # TTFT of the fullest bins against the others
@@ -32,7 +32,7 @@ def overload(case: Case) -> Finding | None:
     if not case.window.growth:
         return None
     waiting = case.most("waiting")
-    queue = "" if waiting is None else f"; at the server up to {waiting:.0f} waited ({case.names('waiting')})"
+    queue = "" if waiting is None else f"; at the server at most {waiting:.0f} waited ({case.names('waiting')})"
     return Finding(
         f"the backlog grows by {case.window.growth:.2f} requests/s where {case.metric('arrival_rate') or 0:.2f}/s "
         f"arrive{queue}",
@@ -165,11 +165,11 @@ def _stopped(cell: Cell, long: np.ndarray, spans: np.ndarray) -> tuple[float, st
     gap_ms = (after - at) / 1e6
     typical = float(np.median(gap_ms[gap_ms > 0])) if (gap_ms > 0).any() else 0.0
     reach = int((after - at).max(initial=0))  # no gap that began earlier than this before a moment lasts until it
-    touched, longest, every = np.zeros(len(at), bool), [], -(-len(spans) // SPANS_MOST)
+    touched = _during(spans, at, after) & ~long[row]
+    longest, every = [], -(-len(spans) // SPANS_MOST)
     for begun, first in spans[::every].tolist():
         near = slice(np.searchsorted(at, begun - reach), np.searchsorted(at, first))
         meets = (after[near] > begun) & ~long[row[near]]
-        touched[near] |= meets
         if meets.any():
             longest.append(float(gap_ms[near][meets].max()))
     if len(longest) < LEAST_LONG:
@@ -181,7 +181,7 @@ def _stopped(cell: Cell, long: np.ndarray, spans: np.ndarray) -> tuple[float, st
         return 0.0, ""
     others = (cell.counts > 0) & ~long
     whole_ms = float((cell.last_ns - cell["sent_ns"])[others].sum()) / 1e6
-    if every * float(gap_ms[touched & (gap_ms >= stop / 2)].sum()) < HELD_BACK * whole_ms:
+    if float(gap_ms[touched & (gap_ms >= stop / 2)].sum()) < HELD_BACK * whole_ms:
         return 0.0, ""
     return stop, f"other streams stand still for {stop:.0f} ms (median; elsewhere 99% of gaps are under {quiet:.0f} ms)"
 
@@ -192,9 +192,7 @@ def _overtaken(case: Case, short: np.ndarray, spans: np.ndarray) -> tuple[float,
     By how much later their first token comes, in ms, and in words.
     """
     sent = case.cell["sent_ns"]
-    begun, first = spans[np.argsort(spans[:, 0])].T
-    last = np.searchsorted(begun, sent, "right") - 1  # of those that had begun; the latest end of them decides
-    during = (last >= 0) & (np.maximum.accumulate(first)[last] > sent)
+    during = _during(spans, sent, sent + 1)
     ttft = SERIES["ttft_sent"].of(case.cell, NOTHING).values
     late, others = ttft[short & during], ttft[short & ~during]
     if len(late) < max(LEAST_LATE, LATE_SHARE * (len(late) + len(others))) or len(others) < LEAST_LATE:
@@ -203,6 +201,13 @@ def _overtaken(case: Case, short: np.ndarray, spans: np.ndarray) -> tuple[float,
     if high < LATE_TIMES * low or high - low < STOP_MS:
         return 0.0, ""
     return high - low, f"short prompts that are sent then have a median TTFT of {high:.0f} ms, others {low:.0f} ms"
+
+
+def _during(spans: np.ndarray, at: np.ndarray, until: np.ndarray) -> np.ndarray:
+    """Mask (n,) of the times [at, until) that share one with any of `spans` (k, 2), both in ns; k is at least 1."""
+    begun, ended = spans[np.argsort(spans[:, 0])].T
+    last = np.searchsorted(begun, until) - 1  # of those that begin before it is over; the latest end of them decides
+    return np.asarray((last >= 0) & (np.maximum.accumulate(ended)[last] > at))
 
 
 def _event_gaps(cell: Cell) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

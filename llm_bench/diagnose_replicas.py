@@ -123,9 +123,10 @@ def hot_by_metrics(case: Case) -> Finding | None:
     queue = ""
     if None not in waits.values():
         queue = f"; waiting on average: {', '.join(f'{name} {value:.1f}' for name, value in waits.items())}"
+    what = metric.replace("_", " ") + (" a second" if counter else "")
     return Finding(
-        f"{url} has {most / mean:.1f} times the {metric.replace('_', ' ')} of the mean replica ({shares}){queue}",
-        "sure",
+        f"{url} has {most / mean:.1f} times the {what} of the mean replica ({shares}){queue}",
+        "likely" if case.server and case.server.apart else "sure",  # of other times the load may have been another
         case.names(metric),
         "Look at how requests are spread: session affinity, prefix routing, round robin over unequal lengths",
     )

@@ -41,6 +41,7 @@ class Figure(NamedTuple):
     most: float | None = None
     buckets: tuple[tuple[float, float], ...] = ()  # of a histogram: (upper bound, observations up to it), in its unit
     resets: int = 0  # times that a counter fell: the server was started anew, or several take turns at the URL
+    parts: int = 1  # of a gauge: engines and replicas that it is the sum or the mean of
 
     @property
     def fell(self) -> str:
@@ -88,9 +89,8 @@ class Figures(NamedTuple):
         where = "of a part of" if self.part else "within" if self.inside else "around"
         if self.apart:
             spans = sorted(f.seconds for f in self.each)
-            return (
-                f"replicas scraped over {spans[0]:.1f} to {spans[-1]:.1f} s, not at the same times, {where} the window"
-            )
+            shown = " to ".join(dict.fromkeys(f"{s:.1f}" for s in (spans[0], spans[-1])))  # one where both are equal
+            return f"replicas scraped over {shown} s, not at the same times, {where} the window"
         return f"{self.scrapes} scrapes over {self.seconds:.1f} s {where} the window"
 
 
@@ -226,10 +226,11 @@ def _increase(points: Sequence[Point], key: str) -> tuple[float, int] | None:
 
 def _gauge(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figure | None:
     mine = [key for key, _ in _chosen(name, keys)]
-    at_ns, values = [], []
+    at_ns, values, parts = [], [], 0
     for point in points:
         said = [v for key in mine if (v := point.values.get(key)) is not None and v == v]
         if said:
+            parts = max(parts, len(said))
             at_ns.append(point.at_ns - points[0].at_ns)
             values.append(sum(said) / (len(said) if METRICS_OF[metric].over == "mean" else 1))
     if not values:
@@ -238,7 +239,7 @@ def _gauge(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figur
     if len(values) > 1:  # a straight line from each scrape to the next
         between = zip(pairwise(at_ns), pairwise(values), strict=True)
         mean = sum((b - a) * (x + y) / 2 for (a, b), (x, y) in between) / (at_ns[-1] - at_ns[0])
-    return Figure(metric, name, mean, least=min(values), most=max(values))
+    return Figure(metric, name, mean, least=min(values), most=max(values), parts=parts)
 
 
 def _histogram(metric: str, name: str, points: Sequence[Point], keys: Keys) -> Figure | None:
@@ -316,11 +317,13 @@ def _sum(mine: Sequence[Figure]) -> Figure:
         return first._replace(value=sum(f.value or 0.0 for f in mine), resets=resets)
     if kind == "gauge":
         shares = METRICS_OF[first.metric].over == "mean"
-        least, most = ([m for m in of if m is not None] for of in ([f.least for f in said], [f.most for f in said]))
+        least = [f.least for f in said if f.least is not None]
+        most = [f.most for f in said if f.most is not None]
         return first._replace(
             value=sum(f.value or 0.0 for f in said) / (len(said) if shares else 1),
             least=min(least) if shares else sum(least),
             most=max(most) if shares else sum(most),
+            parts=sum(f.parts for f in mine),
         )
     observed = sum(f.observed for f in mine)
     value = sum((f.value or 0.0) * f.observed for f in said) / observed if observed else None

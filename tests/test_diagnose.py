@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from llm_bench import diagnose_report, results, scrape, targets, windows
+from llm_bench import diagnose_queue, diagnose_report, results, scrape, targets, windows
 from llm_bench.columns import Cell
 from llm_bench.diagnose import CAUSES, RULES, Diagnosis, diagnose
 from llm_bench.diagnose_client import untouched
@@ -249,7 +251,7 @@ TROUBLE: dict[str, tuple[Callable[[], Case], str]] = {
     "timer-batched stream": (timer, "tokens come every 50.0 ms (quartiles 0% apart), 4.0 at a time"),
     "events of several tokens": (packed, "the same number at another interval at another load"),
     "cache effects": (warm, "60% of the prompt tokens were in the cache, 0% at c=1; median TTFT: c=1 50 ms, c=8 20 ms"),
-    "hot replica": (hot, "http://a/metrics has 1.8 times the generated tokens of the mean replica"),
+    "hot replica": (hot, "http://a/metrics has 1.8 times the generated tokens a second of the mean replica"),
 }
 
 
@@ -591,8 +593,43 @@ def test_few_large_requests_fill_the_memory_before_it_is_full() -> None:
     assert kinds(few_large()) == ["KV memory full"]
 
 
+def test_engines_behind_one_url_have_each_their_own_memory() -> None:
+    """One request in each of two, 56% of its memory: a second would not fit, as it would were 56% that of two."""
+    of = case(closed_loop(200, 8), {"running": (2.0, 2.0), "waiting": (6.0, 6.0), "kv_usage": (0.56, 0.62)})
+    (page,) = of.replicas.values()
+    engines = page._replace(of=page.of | {"kv_usage": page.of["kv_usage"]._replace(parts=2)})
+    assert kinds(of) == ["small batches"]
+    assert kinds(dataclasses.replace(of, replicas={"http://a/metrics": engines})) == ["KV memory full"]
+
+
 def test_long_prompts_that_hold_nobody_up_are_none() -> None:
     assert kinds(one_blocks_all(15.0)) == []
+
+
+@pytest.mark.parametrize(("share", "times", "stop"), [(0.04, 1, 0), (0.04, 3, 0), (0.06, 1, 30), (0.06, 3, 30)])
+def test_a_stop_counts_once_however_many_long_prompts_are_computed_in_it(share: float, times: int, stop: int) -> None:
+    """One stream: 200 stops of 30 ms with gaps of 4 ms between them, for `share` of its whole time with its TTFT."""
+    halts = 50.0 * np.arange(200)
+    events = np.sort(np.concatenate([halts, *(halts + 30 + 4 * k for k in range(5))]))
+    ttft = 200 * 30 / share - (events[-1] - events[0])
+    one = cell([record(0, 0, events=(ttft + events).tolist())], load=OPEN)
+    begun = np.repeat(ns(ttft) + (halts + 1) * 1e6, times).astype(np.int64)  # three times 200: every other is looked at
+    spans = np.stack([begun, begun + 28_000_000], axis=1)
+    assert diagnose_queue._stopped(one, np.zeros(1, bool), spans)[0] == pytest.approx(stop)
+
+
+NS = st.integers(0, 40)
+
+
+@given(st.lists(st.tuples(NS, NS), min_size=1, max_size=6), st.lists(st.tuples(NS, NS), max_size=8))
+def test_gaps_during_a_prefill_are_those_that_share_a_moment_with_any(
+    spans: list[tuple[int, int]], gaps: list[tuple[int, int]]
+) -> None:
+    at, until = np.sort(np.array(gaps, np.int64).reshape(-1, 2)).T
+    found = diagnose_queue._during(np.array(spans), at, until)
+    assert found.tolist() == [
+        any(begun < b and ended > a for begun, ended in spans) for a, b in zip(at, until, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("server", "said"), [(None, False), ({"prefill_time": 1.1}, False), (None, True)])
@@ -655,8 +692,16 @@ def test_a_replica_that_was_scraped_for_longer_is_not_called_hot() -> None:
     equal = {"http://a": for_seconds(10, generated_tokens=1000.0), "http://b": for_seconds(3, generated_tokens=300.0)}
     assert "hot replica" not in diagnose(dataclasses.replace(of, replicas=equal)).findings
     hot_ = {"http://a": for_seconds(10, generated_tokens=1000.0), "http://b": for_seconds(3, generated_tokens=1200.0)}
-    seen = diagnose(dataclasses.replace(of, replicas=hot_)).findings["hot replica"].seen
-    assert "http://b has 1.6 times the generated tokens of the mean replica (http://a 20%, http://b 80%)" in seen
+    found = diagnose(dataclasses.replace(of, replicas=hot_)).findings["hot replica"]
+    assert (
+        "b has 1.6 times the generated tokens a second of the mean replica (http://a 20%, http://b 80%)" in found.seen
+    )
+    assert found.sure == "likely"  # of other times, at which others may have had the work
+    at_once = {"http://a": for_seconds(9, generated_tokens=900.0), "http://b": for_seconds(10, generated_tokens=4000.0)}
+    assert diagnose(dataclasses.replace(of, replicas=at_once)).findings["hot replica"].sure == "sure"
+    seats_ = {url: scraped(running=n, waiting=0.0) for url, n in (("http://a", 1.0), ("http://b", 9.0))}
+    seen = diagnose(dataclasses.replace(of, replicas=seats_)).findings["hot replica"].seen
+    assert "http://b has 1.8 times the running of the mean replica" in seen  # a gauge is no rate
 
 
 def test_the_rates_that_are_printed_of_replicas_add_up() -> None:
@@ -668,6 +713,13 @@ def test_the_rates_that_are_printed_of_replicas_add_up() -> None:
     of = dataclasses.replace(case(healthy(), {}), replicas=replicas)
     shown = diagnose_report.text(results.Run(Path("r"), {}, [], []), [diagnose_report.Diagnosed(diagnose(of), [])])
     assert "generated tokens 2,200 tokens, 500.0 tokens/s" in shown
+
+
+def test_how_many_waited_is_a_bound_of_what_waited_at_all_replicas() -> None:
+    """At most 40 and 9 waited; whether at one time is not known."""
+    pages = {url: scraped(**(CALM | {"waiting": (5.0, most)})) for url, most in (("http://a", 40.0), ("http://b", 9.0))}
+    seen = diagnose(dataclasses.replace(backlog(), replicas=pages)).findings["overload"].seen
+    assert "; at the server at most 49 waited (x:waiting, " in seen
 
 
 def test_seats_of_two_replicas_are_those_of_both() -> None:

@@ -109,6 +109,10 @@ def test_engines_of_one_server_add_up_and_shares_are_averaged() -> None:
     found = between(page, page)
     assert found.value("running") == 8
     assert found.value("kv_usage") == pytest.approx(0.4)
+    assert found.of["kv_usage"].parts == 2
+    both = total([found, between(*2 * ["vllm:kv_cache_usage_perc 0.5"])])
+    assert both is not None
+    assert both.of["kv_usage"].parts == 3
 
 
 def test_braces_in_a_name_pick_samples_by_label() -> None:
@@ -173,6 +177,7 @@ def test_spans_one_after_the_other_are_no_rate_over_both() -> None:
     assert both is not None
     assert both.rate("generated_tokens") == pytest.approx(100)
     assert both.apart
+    assert both.edges() == "replicas scraped over 8.0 s, not at the same times, within the window"
 
 
 def test_a_scrape_that_just_missed_an_edge_is_of_the_same_time() -> None:
