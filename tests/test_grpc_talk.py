@@ -331,7 +331,9 @@ def test_a_grpc_server_given_as_http():
     assert "not in HTTP/1.1" in said
 
 
-@pytest.mark.parametrize(("facts", "said"), [({"insecure": True}, "--ca FILE"), ({"proxy": "http://p:1"}, "through a proxy")])
+@pytest.mark.parametrize(
+    ("facts", "said"), [({"insecure": True}, "--ca FILE"), ({"proxy": "http://p:1"}, "through a proxy")]
+)
 def test_what_grpc_cannot_do(tmp_path, facts, said):
     flags = {"api": "kserve-grpc", "url": "http://127.0.0.1:1", **facts}
     with pytest.raises(BenchError, match=said):
