@@ -26,10 +26,8 @@ ROTATED_BYTES = 512 * 10**6  # of all sets of inputs together: ten times an H100
 MOST_SETS = 256
 REPLAYS = 20
 WARM_REPLAYS = 3  # clocks rise
-LEAST_REPLAYS, MOST_S = (
-    3,
-    1.5,
-)  # of one timing: replays that take longer are fewer, so that no row takes all others' time
+MOST_S = 1.5  # of one timing: replays that take longer are fewer, so that no row takes all others' time
+LEAST_REPLAYS = 3  # however long they take
 CEILING_BYTES = 2 * 10**9
 CEILING_SIZE = 8192
 # What the interpreter can do in a second or two; sizes that are no power of two.
@@ -133,7 +131,8 @@ def measure(name: str, sizes: Sizes, limits: Ceilings, card: Card) -> Results:
     row |= _figures(case, ours, limits)
     if case.torchs:
         theirs = _time([partial(case.torchs, i) for i in inputs], card)
-        row |= {"torch_us": theirs.median, "torch_in": theirs.way, "times_torch": theirs.median / ours.median}
+        row |= {"torch_us": theirs.median, "torch_in": theirs.way, "torch_replays": theirs.replays}
+        row |= {"times_torch": theirs.median / ours.median}
     return row
 
 
@@ -153,7 +152,10 @@ def _figures(case: Case, timing: Timing, limits: Ceilings) -> Results:
 
 
 def _time(calls: Calls, card: Card) -> Timing:
-    """One call on average over all of them in turn, `replays` times over, or as often as MOST_S allows."""
+    """One call on average over all of them in turn, the median of `replays` times over.
+
+    Of fewer where they would take longer than MOST_S, of LEAST_REPLAYS in any case.
+    """
     calls[0]()  # compiles, allocates
     card.settle()
     way, once = card.capture(calls)
@@ -214,11 +216,17 @@ def table(rows: Sequence[Results]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
         products = [f"{r['tflop_s']:.1f}", f"{r['percent_of_matmul']:.1f}"] if r["flops"] else ["–", "–"]
-        beside = f"{r['times_torch']:.2f}" if "times_torch" in r else "–"
-        took = f"{r['us']:.1f}" + (f" ({r['timed_in']})" if r["timed_in"] != "graph" else "")
+        beside = f"{r['times_torch']:.2f}{_how(r['torch_in'], r['torch_replays'])}" if "times_torch" in r else "–"
+        took = f"{r['us']:.1f}{_how(r['timed_in'], r['replays'])}"
         cells = [r["kernel"], r["shape"], took, f"{r['gb_s']:.0f}", f"{r['percent_of_copy']:.1f}", *products, beside]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _how(way: str, replays: int) -> str:
+    """What of a timing is not as usual: not in a graph, or the median of fewer."""
+    said = [way] * (way != "graph") + [f"of {replays}"] * (replays < REPLAYS and way != "rehearsed")
+    return f" ({', '.join(said)})" if said else ""
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -51,7 +51,7 @@ def expect(
 def expect_near(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError where elements of one row (whatever the first dimension counts) are 2**31 or more apart.
 
-    Kernels count rows in 64 bits and what is within one in 32, as is right for all that lies in one piece.
+    Kernels count rows in 64 bits and what is within one in 32, which is enough where a row's elements lie side by side.
     """
     apart = sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
     if apart >= 2**31:

@@ -1,11 +1,11 @@
 """`python -m kernels.gpu`, or `make gpu`: everything that wants a GPU, in one run of at most eight minutes on one card.
 
-Stages run one after the other, each in a process of its own under its own time limit; one that fails or runs out of
-time leaves its text and the rows it had, and takes no other with it. After each stage the results so far are written:
-gpu.json and gpu.md in $OUT, or in build/; within one, after each row, to gpu-STAGE.json, so that nothing measured is
-lost however the run ends. A row that ends its process, or leaves a CUDA context that answers every later call with its
-own error, is followed by the next one in a new process. `--rehearse` runs the stages at tiny sizes on a CPU: nothing is
-measured.
+Stages run one after the other, in processes of their own; each has its limit and what those before it left of theirs,
+and one that fails or runs out of time leaves its text and the rows it had, and takes no other with it. After each stage
+the results so far are written: gpu.json and gpu.md in $OUT, or in build/; within one, after each row, to
+gpu-STAGE.json, so that nothing measured is lost however the run ends. A row that ends its process, or leaves a CUDA
+context that answers every later call with its own error, is followed by the next one in a new process. `--rehearse`
+runs the stages at tiny sizes on a CPU: nothing is measured.
 """
 
 import argparse
@@ -113,7 +113,7 @@ CORRECT: list[tuple[str, Results]] = [
         for name in ("rms_norm", "add_rms_norm", "norm_rope", "swiglu")
         for d in ("bfloat16", "float16", "float32")
     ],
-    *[("int8_matmul", {"batch": b}) for b in (1, 130)],
+    *[("int8_matmul", {"batch": b, "dtype": d}) for d in ("bfloat16", "float32") for b in (1, 130)],
     *[("int8_matmul_split", {"batch": b, "outputs": o}) for b, o in ((1, 576), (33, 576), (200, 577))],
     ("int8_matmul_split", {"hidden": 14_336, "outputs": 640}),
     *[("sampling", {"top_k": k, "top_p": p, "batch": 32}) for k, p in ((0, 1.0), (50, 0.9), (0, 0.95))],
@@ -165,16 +165,16 @@ def correctness(scale: Scale, save: Save, found: Results | None = None) -> Resul
     found = found or {"rows": [], "same_in_any_batch": {}}
     for _ in _each(tried, lambda name, changes: bench.correct(name, replace(sizes, **changes), device), found):
         save(found)
-    same = found["same_in_any_batch"]
-    for check in (_same_in_any_batch, _attention_in_any_batch):
-        if same.setdefault(check.__name__, None) is False:
-            continue  # it ended a process before this one
-        same[check.__name__] = False
+    checks = found.setdefault("checks", [])
+    for check in (_same_in_any_batch, _attention_in_any_batch)[len(checks) :]:  # as with rows, the last may have failed
+        checks.append({"failed": f"{check.__name__}: {UNDER_WAY}", "ok": False})
         save(found)
         made = kept(partial(check, device, dtype))
-        same |= made
-        if "failed" not in made:
-            del same[check.__name__]
+        if "failed" in made:
+            checks[-1]["failed"] = f"{check.__name__}: {made['failed']}"
+        else:
+            checks[-1] = {"ok": True}  # that it was made
+            found["same_in_any_batch"] |= made
         save(found)
         if "failed" in made and not _usable():
             raise SystemExit("the device answers no more")
@@ -328,8 +328,8 @@ def run(rehearse: bool, out: Path, only: Sequence[str]) -> int:
 
 
 def limit(stages: Sequence[str], left_s: float) -> float:
-    """Seconds for the first of the stages to come: all that the others are not promised."""
-    return left_s - sum(STAGES[name].limit_s for name in stages[1:])
+    """Seconds for the first of the stages to come: all that the others are not promised, if there is any."""
+    return max(left_s - sum(STAGES[name].limit_s for name in stages[1:]), 0.0)
 
 
 def _in_processes(name: str, rehearse: bool, end: float, place: Path, folder: str) -> str:
@@ -347,13 +347,13 @@ def _in_processes(name: str, rehearse: bool, end: float, place: Path, folder: st
 
 
 def _blame(place: Path, failed: str) -> int:
-    """Tells the row under way how its process ended; how many rows and checks a stage has come to."""
+    """Tells the row or the check under way how its process ended; how many of them a stage has come to."""
     found = _result(place, "")
-    rows = found.get("rows", [])
-    if failed and rows and str(rows[-1].get("failed")).endswith(UNDER_WAY):
-        rows[-1]["failed"] += f": {failed}"
+    tried = [*found.get("rows", ()), *found.get("checks", ())]
+    if failed and tried and str(tried[-1].get("failed")).endswith(UNDER_WAY):
+        tried[-1]["failed"] += f": {failed}"
         save(place, found)
-    return len(rows) + len(found.get("same_in_any_batch", ()))
+    return len(tried)
 
 
 def _in_a_process(name: str, rehearse: bool, limit_s: float, place: Path, folder: str) -> str:
@@ -423,20 +423,23 @@ def _facts(result: Results) -> list[str]:
 def _errors(result: Results) -> list[str]:
     lines = ["| kernel | shape | error | allowed |", "|---|---|---|---|"]
     for row in result["rows"]:
-        cells = (
-            [row["kernel"], row["shape"], f"{float(row['error']):.1e}", f"{row['allowed']:.1e}"]
-            if "error" in row
-            else []
-        )
+        if "failed" in row:
+            lines.append(f"| failed | {row['failed'].splitlines()[0]} | | |")
+            continue
         mark = "" if row["ok"] else " **wrong**"
-        lines.append(f"| {' | '.join(cells)}{mark} |" if cells else f"| failed | {row['failed'].splitlines()[0]} | | |")
-    same = (f"{name} {'yes' if equal else '**no**'}" for name, equal in result["same_in_any_batch"].items())
-    return [*lines, "", f"A row alone is, bit for bit, the row in a batch: {', '.join(same)}."]
+        cells = [row["kernel"], row["shape"], f"{float(row['error']):.1e}", f"{row['allowed']:.1e}{mark}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    same = [f"{name} {'yes' if equal else '**no**'}" for name, equal in result["same_in_any_batch"].items()]
+    alone = f"A row alone is, bit for bit, the row in a batch: {', '.join(same) or 'not tried'}."
+    return [*lines, "", alone, "", *_failed(result.get("checks", ()))]
 
 
 def _measured(result: Results) -> list[str]:
-    failed = [f"- failed: {row['failed'].splitlines()[0]}" for row in result["rows"] if "failed" in row]
-    return [result.get("table", "nothing measured"), "", *failed]
+    return [result.get("table", "nothing measured"), "", *_failed(result["rows"])]
+
+
+def _failed(rows: Sequence[Results]) -> list[str]:
+    return [f"- failed: {row['failed'].splitlines()[0]}" for row in rows if "failed" in row]
 
 
 def _cells(rows: Sequence[Results]) -> list[str]:

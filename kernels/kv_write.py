@@ -92,9 +92,8 @@ def kv_write(
     `keys`, `values`: [num_blocks, kv_heads, block_size, head_dim], alike in strides, in the rows' dtype, or int8 or
     float8_e4m3fn with `key_scales`, `value_scales` [num_blocks, kv_heads, block_size], float32, contiguous: a stored
     element times its vector's scale is what was given, up to rounding; the scale of a vector with a NaN or an infinity
-    is NaN. `slots`: int32 or int64 [rows],
-    block · block_size + place in it, each at most once; below 0 a row is written nowhere; beyond the last page nothing
-    checks it. Raises ValueError.
+    is NaN. `slots`: int32 or int64 [rows], block · block_size + place in it, each at most once; below 0 a row is
+    written nowhere; beyond the last page nothing checks it. Raises ValueError.
     """
     _check(new_keys, new_values, keys, values, slots, key_scales, value_scales)
     rows, heads, dim = new_keys.shape

@@ -10,7 +10,7 @@ graph, which is what tests do.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +44,7 @@ def in_place() -> Device:
 
 def cuda() -> Device:
     pool = torch.cuda.graph_pool_handle()
-    # One for all sizes: cuBLAS keeps 32 MiB for each stream that it was ever used on.
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = _side()
 
     def capture(run: Callable[[], None]) -> Callable[[], object]:
         side.wait_stream(torch.cuda.current_stream())
@@ -64,6 +63,12 @@ def cuda() -> Device:
         return event.synchronize
 
     return Device(partial(torch.zeros, pin_memory=True), capture, mark)
+
+
+@cache
+def _side() -> torch.cuda.Stream:
+    """One for all captures, after a restart too: cuBLAS keeps 32 MiB for each stream that it was ever used on."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class Row(NamedTuple):

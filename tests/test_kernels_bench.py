@@ -192,7 +192,31 @@ def test_figures_are_the_bytes_over_the_time() -> None:
     assert found["tflop_s"] == 1000
     assert found["percent_of_matmul"] == 50
     row = found | {"kernel": "k", "shape": "s", "flops": case.flops, "times_torch": 1.5}
+    row |= {"torch_in": "graph", "torch_replays": bench.REPLAYS}
     assert bench.table([row]).splitlines()[2] == "| k | s | 1000.0 (eager) | 2000 | 50.0 | 1000.0 | 50.0 | 1.50 |"
+
+
+@pytest.mark.parametrize(
+    ("way", "replays", "said"),
+    [
+        ("graph", 20, ""),
+        ("graph", 3, " (of 3)"),
+        ("eager", 3, " (eager, of 3)"),
+        ("rehearsed", 1, " (rehearsed)"),
+    ],
+)
+def test_the_table_says_what_a_timing_is_the_median_of(way: str, replays: int, said: str) -> None:
+    case = CASES["swiglu"](Sizes())
+    found = bench._figures(case, Timing(1000.0, 990.0, 1100.0, 2, way, replays), Ceilings(4000.0, 2000.0))
+    row = found | {"kernel": "k", "shape": "s", "flops": 1, "times_torch": 1.5}
+    row |= {"torch_in": way, "torch_replays": replays}
+    cells = [cell.strip() for cell in bench.table([row]).splitlines()[2].split("|")]
+    assert (cells[3], cells[8]) == (f"1000.0{said}", f"1.50{said}")
+
+
+def test_torchs_replays_are_recorded_beside_ours() -> None:
+    row = bench.measure("rms_norm", bench.TINY, Ceilings(1.0, 1.0), bench.rehearsal())
+    assert (row["replays"], row["torch_replays"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +270,7 @@ def test_a_stage_has_what_those_before_it_left_and_cuts_none_after_it() -> None:
         left -= found  # each takes all that it may
     assert left == 0
     assert gpu.limit(["batching"], 100.0) == 100.0
+    assert gpu.limit(names, 10.0) == 0
 
 
 def stage(name: str, folder: Path, limit_s: float = 60.0) -> dict[str, Any]:
@@ -358,6 +383,9 @@ def test_every_kernels_row_is_saved_as_it_is_made(name: str, monkeypatch: pytest
         assert {row["timed_in"] for row in found["rows"]} == {"rehearsed"}
     else:
         assert found["same_in_any_batch"].keys() == {"paged_attention", "int8_matmul", "add_rms_norm", "sampling"}
+        checks = [json.loads(text)["checks"] for text in saved[2 * len(CASES) :]]
+        assert [gpu.UNDER_WAY in c[-1].get("failed", "") for c in checks] == [True, False] * 2
+        assert "- failed" not in report
 
 
 def test_a_row_that_leaves_the_device_unusable_ends_its_process_and_the_next_goes_on(
@@ -384,6 +412,83 @@ def test_a_row_that_leaves_the_device_unusable_ends_its_process_and_the_next_goe
     said = "b {'batch': 3}: RuntimeError: CUDA error: an illegal memory access was encountered"
     assert [row.get("failed", "") for row in found["rows"]] == ["", said, ""]
     assert not gpu.whole(found)
+
+
+def test_a_row_that_fails_on_a_device_that_still_answers_is_followed_in_the_same_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "_usable", lambda: True)
+    found: dict[str, Any] = {}
+
+    def one(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+        if name == "a":
+            raise ValueError("no such tile")
+        return {"kernel": name, "ok": True}
+
+    list(gpu._each([("a", {}), ("b", {})], one, found))
+    assert [row.get("failed") for row in found["rows"]] == ["a {}: ValueError: no such tile", None]
+
+
+def right_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kernel, nothing being launched."""
+    row = {"shape": "s", "error": 0.0, "allowed": 1.0, "ok": True}
+    monkeypatch.setattr(bench, "correct", lambda name, *of: {"kernel": name} | row)
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_check_that_fails_keeps_its_reason_and_is_no_kernel_that_differs(
+    usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that leaves the device unusable is not tried again in the process that goes on."""
+    right_rows(monkeypatch)
+
+    def check(device: object, dtype: object) -> dict[str, bool]:
+        raise RuntimeError("no such tile\nand more")
+
+    check.__name__ = "_same_in_any_batch"
+    monkeypatch.setattr(gpu, "_same_in_any_batch", check)
+    monkeypatch.setattr(gpu, "_attention_in_any_batch", lambda device, dtype: {"paged_attention": True})
+    monkeypatch.setattr(gpu, "_usable", lambda: usable)
+    saved: list[str] = []
+
+    def correctness(*found: dict[str, Any]) -> dict[str, Any]:
+        return gpu.correctness(gpu_engine.SCALES["cpu"], lambda so_far: saved.append(json.dumps(so_far)), *found)
+
+    if usable:
+        found = correctness()
+    else:
+        with pytest.raises(SystemExit, match="answers no more"):
+            correctness()
+        found = correctness(json.loads(saved[-1]))
+    assert found["same_in_any_batch"] == {"paged_attention": True}
+    said = "_same_in_any_batch: RuntimeError: no such tile\nand more"
+    assert [c.get("failed") for c in found["checks"]] == [said, None]
+    assert not gpu.whole(found)
+    written = gpu.report({"correctness": found | {"took_s": 1.0}})
+    assert (
+        "the row in a batch: paged_attention yes.\n\n- failed: _same_in_any_batch: RuntimeError: no such tile\n"
+        in written
+    )
+
+
+def test_a_check_that_kills_its_process_is_blamed_and_the_other_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right_rows(monkeypatch)
+    place = tmp_path / "result.json"
+    monkeypatch.setattr(gpu, "_same_in_any_batch", lambda device, dtype: pytest.fail("tried again"))
+    monkeypatch.setattr(gpu, "_attention_in_any_batch", lambda device, dtype: {"paged_attention": True})
+    under_way = {"failed": f"_same_in_any_batch: {gpu.UNDER_WAY}", "ok": False}
+    rows = [bench.correct(name, bench.TINY, torch.device("cpu")) for name in CASES]
+    gpu.save(place, {"rows": rows, "same_in_any_batch": {}, "checks": [under_way]})
+    assert gpu._blame(place, "exit code -11: about to fall") == len(CASES) + 1
+    found = gpu.correctness(gpu_engine.SCALES["cpu"], lambda so_far: None, gpu._result(place, ""))
+    assert found["same_in_any_batch"] == {"paged_attention": True}
+    blamed = "_same_in_any_batch: its process ended before it did: exit code -11: about to fall"
+    assert [c.get("failed") for c in found["checks"]] == [blamed, None]
+    written = gpu.report({"correctness": found | {"took_s": 1.0}})
+    assert f"- failed: {blamed}" in written
+    assert "**no**" not in written
 
 
 def test_a_row_that_kills_its_process_is_blamed_and_the_others_are_tried(
