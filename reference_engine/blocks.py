@@ -97,6 +97,15 @@ class Blocks:
                 return  # two contents of one hash: this chain ends here, else its children would pass for the other's
             sequence.published = i + 1
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Offer no more what it has published or was given: who is admitted from now on does not get it.
+
+        Whoever holds such a block keeps it. What follows it in the chain is found only once it is published again.
+        """
+        for block in sequence.blocks[: sequence.published]:
+            if self._content[block]:
+                self._forget(block)
+
     def release(self, sequence: Sequence) -> None:
         """Take the table back. The last block is freed and so reused first: a tail is useless without its head."""
         for block in reversed(sequence.blocks):
@@ -145,9 +154,13 @@ class Blocks:
         block, _ = self.free.popitem(last=False)
         self.refs[block] = 1
         if self._content[block]:
-            del self._by_hash[self._hasher(self._content[block])]
-            self._content[block] = b""
+            self._forget(block)
         return block
+
+    def _forget(self, block: int) -> None:
+        """That it was published."""
+        del self._by_hash[self._hasher(self._content[block])]
+        self._content[block] = b""
 
     def _hash(self, sequence: Sequence, i: int) -> bytes:
         """Chain digest of full block i; kept on the sequence, whose tokens never change."""

@@ -241,6 +241,8 @@ class Engine:
             self._rate.observe(sum(n for _, n in work), (now_ns - begun_ns) / 1e9)
             self.telemetry.observe(made)
             outputs += made
+            for _, sequence in ends:  # an earlier chunk, of which no logits were taken, may hold no numbers either
+                scheduler.blocks.withdraw(sequence)
             for reason, sequence in [*ends, *(("oom", s) for s in failed)]:
                 self._abort(sequence, reason)
                 outputs.append(Output(sequence, -1, now_ns, 0, reason))

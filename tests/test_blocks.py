@@ -145,3 +145,50 @@ def test_the_check_finds_a_leak_and_a_stolen_block() -> None:
     s.hashes.clear()
     with pytest.raises(AssertionError, match="other tokens"):
         blocks.check([s])
+
+
+def test_what_is_withdrawn_is_given_to_nobody_and_kept_by_its_holders() -> None:
+    blocks = Blocks(8, 2)
+    first = compute(blocks, [1, 1, 2, 2, 3])
+    other = compute(blocks, [5, 5, 6])
+    second = compute(blocks, [1, 1, 4, 4, 5])
+    shared = first.blocks[0]
+    assert (second.blocks[0], blocks.refs[shared]) == (shared, 2)
+    blocks.withdraw(second)
+    blocks.check([first, other, second])
+    assert [hit(blocks, p) for p in ([1, 1, 2, 2, 3], [1, 1, 4, 4, 5], [5, 5, 6])] == [0, 0, 2]
+    assert blocks.refs[shared] == 2
+    blocks.withdraw(second)  # nothing is left to withdraw
+    for s in (second, first, other):
+        blocks.release(s)
+    blocks.check([])
+    again = compute(blocks, [1, 1, 2, 2, 3])
+    assert hit(blocks, [1, 1, 2, 2, 9]) == 4
+    blocks.check([again])
+
+
+def test_what_is_withdrawn_is_taken_before_what_may_be_reused() -> None:
+    blocks = Blocks(4, 2)
+    kept, gone = compute(blocks, [1, 1, 2]), compute(blocks, [5, 5, 6])
+    (withdrawn, _) = gone.blocks
+    blocks.withdraw(gone)
+    blocks.release(kept)
+    blocks.release(gone)
+    assert list(blocks.free).index(withdrawn) == 0
+    compute(blocks, [7, 7, 8, 8, 9])
+    assert hit(blocks, [1, 1, 2]) == 2
+
+
+def test_of_two_that_compute_the_same_only_who_offered_it_withdraws_it() -> None:
+    blocks = Blocks(8, 2)
+    first, second = sequence([1, 2, 3]), sequence([1, 2, 3])
+    for s in (first, second):
+        assert blocks.admit(s, blocks.match(s))
+    for s in (first, second):
+        s.computed = 3
+        blocks.publish(s)
+    blocks.withdraw(second)
+    assert hit(blocks, [1, 2, 3]) == 2
+    blocks.withdraw(first)
+    assert hit(blocks, [1, 2, 3]) == 0
+    blocks.check([first, second])

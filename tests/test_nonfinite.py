@@ -81,6 +81,26 @@ def test_it_ends_alone_with_a_500_and_its_blocks_harm_nobody(kernels: str, quant
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_what_it_computed_in_earlier_chunks_is_reused_by_nobody(kernels: str) -> None:
+    """A first block without the bad token, in one chunk with it, of which no logits were taken."""
+
+    async def main() -> None:
+        first = [20, 21, 22, 23]
+        async with serving(kernels, max_num_batched_tokens=8) as served:
+            alone = [(await ask(served.port, prompt)).json["choices"] for prompt in ([*first, 30], [*first, 31])]
+        async with serving(kernels, max_num_batched_tokens=8) as served:
+            assert (await ask(served.port, [*first, BAD, *[9] * 20])).status == 500
+            replies = [await ask(served.port, [*first, token]) for token in (30, 31)]
+            assert [reply.status for reply in replies] == [200, 200]
+            assert [reply.json["choices"] for reply in replies] == alone
+            assert [reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies] == [0, 4]
+            state = (await call(served.port, "/v1/engine")).json
+            assert (state["check"], state["free_blocks"]) == ("ok", 60)
+
+    asyncio.run(main())
+
+
 def test_a_stream_says_it_in_an_event() -> None:
     async def main() -> None:
         async with serving("torch") as served:

@@ -253,10 +253,13 @@ class Machine(RuleBasedStateMachine):
             self.drive.submit(prompt, 4, leader=leader)
 
     @precondition(lambda self: self.drive.submitted)
-    @rule(pick=st.integers(0, 1000))
-    def abort(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 1000), withdraws=st.booleans())
+    def abort(self, pick: int, withdraws: bool) -> None:
+        """`withdraws`: as for numbers that are not finite."""
         sequence = self.drive.submitted[pick % len(self.drive.submitted)]
         ended = bool(sequence.finish_reason)
+        if withdraws:
+            self.drive.scheduler.blocks.withdraw(sequence)
         assert self.drive.scheduler.abort(sequence, "abort", self.drive.now) is not ended
         self.drive.scheduler.check()
 
