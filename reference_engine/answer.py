@@ -81,8 +81,10 @@ class Answer:
             self.done.set_exception(error)
 
     def said(self) -> dict[str, Any]:
-        """What the last event or the body says beside the choices; this closes the account, whether it is told or not:
-        how long its reader takes is no time of the server's."""
+        """What the last event or the body says beside the choices.
+
+        This closes the account, also where nobody asked for it: how long its reader takes is no time of the server's.
+        """
         parts = self.account()
         first, *others = self.choices
         usage = usage_of(first.sequence.prompt_len, sum(c.tokens for c in self.choices), first.sequence.cached)

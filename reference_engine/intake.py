@@ -13,7 +13,7 @@ from reference_engine.admission import Refused
 from reference_engine.openai_api import ApiError, check_nesting, shown
 
 MAX_BODY_BYTES = 16 * 2**20  # a long context's token ids as JSON are about 8 bytes each
-MOST_BODIES_BYTES = 16 * MAX_BODY_BYTES  # of all requests that are being read together
+MOST_BODIES_BYTES = 16 * MAX_BODY_BYTES  # of all requests together, see Bodies
 SMALL_BODY_BYTES = 2**16  # of each, which aiohttp would hold anyway, unread: not counted, so that it always has room
 COUNTED = web.RequestKey("counted", int)  # bytes of its body that `Bodies` holds for it
 PIECE_BYTES = 2**20  # of unpacking, between two looks at the limits
@@ -45,7 +45,8 @@ class Bodies:
         counted = max(0, size - SMALL_BODY_BYTES)
         more = counted - request.get(COUNTED, 0)
         if more > 0 and self.held + more > self.limit:
-            raise Refused("bodies", f"bodies of {self.limit} bytes are being read already, of all requests together", 1)
+            found = f"the bodies of all requests together would have {self.held + more} bytes"
+            raise Refused("bodies", f"{found}; expected at most {self.limit}", 1)
         request[COUNTED] = counted
         self.held += more
 

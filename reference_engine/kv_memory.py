@@ -1,7 +1,7 @@
 """How many KV blocks there are: as many as given, as fit in so many bytes, or in a share of what is free.
 
-Free is counted with the weights loaded and after a step of the full token budget has shown what a step takes. What is
-said of GPUs here follows torch's documentation and is untried on one.
+Free is counted with the weights loaded, and what a step of the full token budget takes is taken off it. What is said
+of GPUs here follows torch's documentation and is untried on one.
 """
 
 import gc
@@ -47,24 +47,29 @@ def preliminary(config: EngineConfig) -> EngineConfig:
 
 def settle(config: EngineConfig, runner: ModelRunner) -> tuple[EngineConfig, Memory]:
     """The configuration with the pool's size found and the pool made; what memory went where. Raises ValueError."""
-    on_cpu = runner.device.type == "cpu"
     block_bytes = runner.kv_bytes // runner.model.cache.pages.num_blocks
-    if config.memory_fraction and on_cpu:
-        _fill(runner.model.cache)
-    free = free_bytes(runner)
-    if not sized_later(config):  # the pool is there already; on a CPU the kernel gives its pages only when written
-        left = free - (runner.kv_bytes if on_cpu else 0)
-        return config, Memory(runner.weights_bytes, None, block_bytes, runner.kv_bytes, left)
-    workspace = None
-    if config.memory_fraction:
-        workspace = workspace_bytes(config, runner)
-        # What a step took, a CPU's kernels (native.Scratch) and allocator keep for the next one: read after it, free
-        # lacks that already, and it would count twice. A GPU gives it back, but for what the driver loads late.
-        free = (free if on_cpu else free_bytes(runner)) - workspace
-    free += runner.kv_bytes if config.memory_fraction or not on_cpu else 0  # of the preliminary pool
-    config = replace(config, num_blocks=blocks_in(config, block_bytes, free))
-    resize(runner, config)
+    free, workspace = _free_beside(config, runner)
+    if sized_later(config):
+        config = replace(config, num_blocks=blocks_in(config, block_bytes, free))
+        resize(runner, config)
     return config, Memory(runner.weights_bytes, workspace, block_bytes, runner.kv_bytes, free - runner.kv_bytes)
+
+
+def _free_beside(config: EngineConfig, runner: ModelRunner) -> tuple[int, int | None]:
+    """Bytes for a pool, the one that is there given back, and the largest step's, already taken off them.
+
+    None: that step was not measured, see Memory.
+    """
+    on_cpu, pool = runner.device.type == "cpu", runner.kv_bytes
+    if not config.memory_fraction:  # a CPU's kernel gives a pool's pages only when written: they are free still
+        return free_bytes(runner) + (0 if on_cpu else pool), None
+    if on_cpu:
+        _fill(runner.model.cache)
+    before = free_bytes(runner)
+    workspace = workspace_bytes(config, runner)
+    # What a step took, a CPU's kernels (native.Scratch) and allocator keep for the next one: read after it, free lacks
+    # that already, and it would count twice. A GPU gives it back, but for what the driver loads late.
+    return (before if on_cpu else free_bytes(runner)) + pool - workspace, workspace
 
 
 def _fill(cache: "attention.Cache") -> None:

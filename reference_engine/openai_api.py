@@ -156,7 +156,7 @@ def parse(body: Mapping[str, Any], kind: Kind, model: str, vocab_size: int) -> A
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     n, best_of = _integer(body, "n") or 1, body.get("best_of")
     if best_of is not None and not (type(best_of) is int and best_of == n):
-        text = f"best_of is {shown(best_of)}; would be right: n, {n}, since all choices that are made are answered"
+        text = f"best_of is {shown(best_of)}; expected {n}, which is n: every choice that is made is answered"
         raise ApiError(400, text, "best_of")
     max_tokens, field = _integer(body, "max_tokens"), "max_tokens"
     if kind is CHAT and (most := _integer(body, "max_completion_tokens")) is not None:

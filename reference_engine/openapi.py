@@ -168,6 +168,7 @@ def _generate(kind: Kind, vocab_size: int) -> Schema:
         "model": {"type": ["string", "null"]},
         "stop": {"anyOf": [stop, {"type": "array", "maxItems": MOST_STOPS, "items": stop}, {"type": "null"}]},
         "stream_options": _or_null({"type": "object", "properties": flags}),
+        "best_of": {"type": ["integer", "null"], "description": "n or nothing"},
     }
     properties |= {name: _range(allowed) for name, allowed in RANGES.items()}
     properties |= {name: _or_null({"type": "boolean"}) for name in FLAGS}
@@ -177,7 +178,6 @@ def _generate(kind: Kind, vocab_size: int) -> Schema:
         properties["messages"] = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": MESSAGE}
         return {"type": "object", "required": ["messages"], "properties": properties}
     del properties["max_completion_tokens"]
-    properties["best_of"] = {"type": ["integer", "null"], "description": "n or nothing"}
     properties["prompt"] = _prompt(vocab_size)
     return {"type": "object", "required": ["prompt"], "properties": properties}
 

@@ -47,7 +47,9 @@ async def _answer(
 ) -> web.StreamResponse:
     body = await body_of(request, server.bodies)
     if kind is COMPLETION and scoring.is_scoring(body):
-        return await _score(server, body, entry, troubles)
+        ask, top = _to_score(server, body), body["logprobs"]
+        del body  # it may wait long for its turn
+        return await _score(server, request, ask, top, entry, troubles)
     with server.adapters.used(body.get("model")) as adapter:
         model = adapter.name if adapter else server.model
         ask = parse(body, kind, model, server.vocab_size)
@@ -73,19 +75,24 @@ async def _answer(
             answer.close()
 
 
-async def _score(
-    server: "Server", body: dict[str, Any], entry: Entry, troubles: dict[str, Fault]
-) -> web.StreamResponse:
-    """The log probabilities of a prompt, a piece of it between two steps; who leaves ends it after that piece."""
+def _to_score(server: "Server", body: dict[str, Any]) -> Ask:
+    """Raises ApiError or EngineDownError."""
     server.engine.check_alive()
     model = body.get("model")
     if isinstance(model, str) and model in server.adapters.loaded:
         raise ApiError(400, "echo: a LoRA adapter scores nothing; would be right: the model itself", "model")
-    ask = scoring.parse_scoring(body, server.model, server.vocab_size)
+    return scoring.parse_scoring(body, server.model, server.vocab_size)
+
+
+async def _score(
+    server: "Server", request: web.Request, ask: Ask, top: int, entry: Entry, troubles: dict[str, Fault]
+) -> web.StreamResponse:
+    """The log probabilities of a prompt, a piece of it between two steps; who leaves ends it after that piece."""
     ids = await _tokens(server, ask)
     if len(ids) > server.engine.config.context:
         text = f"the prompt has {len(ids)} tokens; would be right: at most {server.engine.config.context}"
         raise ApiError(400, text, "prompt")
+    server.bodies.release(request)
     scored: list[scoring.Scored] = []
     async with server.scores:
         server.engine.check_alive()
@@ -93,7 +100,7 @@ async def _score(
         if runner is None:
             raise ApiError(400, f"echo: the model {server.model!r} is simulated and has no log probabilities", "echo")
         try:
-            pieces = scoring.score(runner, ids, body["logprobs"])
+            pieces = scoring.score(runner, ids, top)
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from error
         while piece := await server.engine.ask(partial(_piece, pieces)):

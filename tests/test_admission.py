@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reference_engine.admission import LONGEST_RETRY_S, Rate, is_full, retry_after_s
+from reference_engine.answer import Answer
 from reference_engine.config import EngineConfig
 from reference_engine.policies import Shares
 from tests.stub_runner import Drive
@@ -350,18 +351,33 @@ def test_a_stop_string_closes_the_account_at_the_token_that_ended_it() -> None:
     asyncio.run(main())
 
 
-def test_an_account_is_closed_when_the_last_event_is_made_and_not_when_it_was_read() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_account_is_closed_when_the_last_event_is_made_and_not_when_it_was_read(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody asked for it. 64 answers of 700 tokens are more than the sockets hold: their end waits for the reader."""
+    made: list[Answer] = []
+    init = Answer.__init__
+
+    def seen(answer: Answer, *given: Any) -> None:
+        init(answer, *given)
+        made.append(answer)
+
+    monkeypatch.setattr(Answer, "__init__", seen)
 
     async def main() -> None:
         async with serving() as served:
+            if fails:
+                fault = {"kind": "error_event", "after": 64 * 600}
+                assert (await call(served.port, "/fault", fault)).status == 200
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", served.port))
             body = {"prompt": [1] * 10, "max_tokens": 700, "n": 64, "stream": True}
             sock.sendall(request_bytes(COMPLETIONS, body, {"Connection": "close"}))
-            await until(lambda: served.engine.scheduler.counts.generation_tokens == 64 * 700)
-            await asyncio.sleep(0.3)
+            await until(lambda: made and made[0].done.done())
+            for _ in range(3):  # its handler has gone on to where it waits
+                await asyncio.sleep(0)
             assert not served.log
             begun_to_read_ns = time.monotonic_ns()
             reader, writer = await asyncio.open_connection(sock=sock)
@@ -369,7 +385,7 @@ def test_an_account_is_closed_when_the_last_event_is_made_and_not_when_it_was_re
                 pass
             writer.close()
             await until(lambda: served.log)
-            assert served.log[0]["outcome"] == "length"
+            assert served.log[0]["outcome"] == ("error" if fails else "length")
             assert served.log[0]["received_ns"] + served.log[0]["total_ns"] < begun_to_read_ns
 
     asyncio.run(main())

@@ -1,9 +1,11 @@
 """Log probabilities over HTTP: those of transformers, refused where there are none, and nobody else is disturbed."""
 
 import asyncio
+import json
 import math
 import re
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from reference_engine.lora import Loaded
 from reference_engine.server import Server, listen
 from reference_engine.tokenizer import ByteTokenizer
 from tests.engine_models import llama, prompts, runner, save
-from tests.test_engine_server import COMPLETIONS, call, leave, metric, request_bytes, serving
+from tests.test_engine_server import COMPLETIONS, call, leave, metric, request_bytes, serving, until
 
 pytestmark = pytest.mark.engine
 
@@ -166,6 +168,30 @@ def test_a_client_that_leaves_ends_it_after_the_piece_and_frees_the_next(
             assert (await second).json["usage"]["prompt_tokens"] == 9
             assert pieces.count(400) == 2  # of 51
             assert server.open == 0
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_his_turn_keeps_nothing_of_his_body() -> None:
+    """Of 8 MB that stand in fields that nobody knows."""
+
+    async def main() -> None:
+        async with serving() as served, served.server.scores:
+            tracemalloc.start()
+            try:
+                body = json.dumps(SCORE | {"prompt": "x", "own": ["y" * 8_000_000]}).encode()
+                _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(request_bytes(COMPLETIONS, body))
+                await writer.drain()
+                del body
+                await until(lambda: served.server.bodies.held)
+                await until(lambda: not served.server.bodies.held and tracemalloc.get_traced_memory()[0] < 2_000_000)
+                assert served.server.open == 1
+                assert not served.log
+            finally:
+                tracemalloc.stop()
+            leave(writer, "rst")
+            await until(lambda: served.log)
 
     asyncio.run(main())
 

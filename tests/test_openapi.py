@@ -89,6 +89,16 @@ def test_every_route_is_described_and_every_description_served(program: Program)
             assert headers["Content-Type"].split(";")[0] in row["get"]["responses"]["200"]["content"]
 
 
+@pytest.mark.parametrize("path", GENERATE)
+def test_best_of_is_described_where_it_is_read(program: Program, path: str) -> None:
+    assert property_schema(program.port, path)["best_of"]["type"] == ["integer", "null"]
+    body = SEEDS[path] | {"max_tokens": 1, "n": 2}
+    assert [ask(program.port, "POST", path, body | {"best_of": n})[0] for n in (2, 3, None)] == [200, 400, 200]
+    _, _, said = ask(program.port, "POST", path, body | {"best_of": 3})
+    assert said["error"]["param"] == "best_of"
+    assert said["error"]["message"].startswith("best_of is 3; expected 2, which is n: ")
+
+
 WRONG: dict[str, tuple[bytes, dict[str, str]]] = {
     "no JSON": (b"{", {}),
     "a list": (b"[]", {}),
