@@ -1,5 +1,7 @@
 import time
-from itertools import cycle
+from bisect import bisect_right
+from functools import cache
+from itertools import accumulate, cycle
 
 import orjson
 import pytest
@@ -10,8 +12,21 @@ from llm_bench import exchange as ends
 from llm_bench.answer import Answer, read
 from llm_bench.dialects import DIALECTS
 from llm_bench.framing import FRAMINGS, SSE
-from llm_bench.http1 import Response
-from tests.fixtures import NAMES, captured, cut, cuts, event, exchange, hostile_events, ms, raw_reads, unhurried, wire
+from llm_bench.http1 import Response, Sse
+from tests.fixtures import (
+    NAMES,
+    START_NS,
+    captured,
+    cut,
+    cuts,
+    event,
+    exchange,
+    hostile_events,
+    ms,
+    raw_reads,
+    unhurried,
+    wire,
+)
 
 CHAT, COMPLETIONS = DIALECTS["openai-chat"], DIALECTS["openai-completions"]
 DIALECT_OF = dict.fromkeys(("usage_packed", "two_choices", "token_ids"), COMPLETIONS)
@@ -507,17 +522,37 @@ def test_an_empty_body_is_a_failure_with_words():
 # Properties
 
 
+@cache
+def by_bytes(body, dialect) -> Answer:
+    """Of a body that comes a byte at a time, byte k at k ms: a stamp says which byte completed the event."""
+    single, sse = answered([(k, body[k : k + 1]) for k in range(len(body))], dialect), Sse()
+    assert set(ms(single.event_ns)) <= {k for k in range(len(body)) if sse.feed(body[k : k + 1])}
+    return single
+
+
+def read_in(pieces, single: Answer) -> Answer:
+    """The answer `by_bytes` as it is where the body comes in pieces, the first at 1 ms: stamped with the read of the
+    byte that completed the event.
+    """
+    starts = [0, *accumulate(map(len, pieces))]
+
+    def stamp(ns: int) -> int:
+        return START_NS + 10**6 * bisect_right(starts, (ns - START_NS) // 10**6)
+
+    first_ns = stamp(single.first_answer_ns) if single.first_answer_ns else 0
+    return single._replace(event_ns=[stamp(ns) for ns in single.event_ns], first_answer_ns=first_ns)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @unhurried
 @given(cuts)
-def test_any_split_of_a_stream_gives_the_same_answer_but_for_the_stamps(name, at):
-    whole = of(name)
-    pieces = list(enumerate(cut(b"".join(data for _, data in wire(name)), at)))
-    split = answered(pieces, DIALECT_OF.get(name, CHAT))
+def test_any_split_of_a_stream_gives_the_same_answer_and_the_stamps_of_its_reads(name, at):
+    dialect = DIALECT_OF.get(name, CHAT)
+    pieces = cut(b"".join(data for _, data in wire(name)), at)
+    split = answered([*enumerate(pieces, 1)], dialect)
     timeless = {"event_ns": [], "first_answer_ns": 0}
-    assert split._replace(**timeless) == whole._replace(**timeless)
-    assert len(split.event_ns) == len(whole.event_ns)
-    assert split.event_ns == sorted(split.event_ns)
+    assert split._replace(**timeless) == of(name)._replace(**timeless)
+    assert split == read_in(pieces, by_bytes(b"".join(pieces), dialect))
 
 
 def _slow(dialect):
@@ -599,11 +634,12 @@ def test_hostile_answers_are_data_and_a_failure_always_has_words(dialect, body, 
 @pytest.mark.parametrize(("chat", "body"), captured())
 @unhurried
 @given(cuts)
-def test_any_split_of_a_captured_stream_gives_the_same_answer(chat, body, at):
+def test_any_split_of_a_captured_stream_gives_the_same_answer_and_the_stamps_of_its_reads(chat, body, at):
     dialect = CHAT if chat else COMPLETIONS
-    timeless = {"event_ns": [], "first_answer_ns": 0}
-    whole = answered([(1, body)], dialect)
-    assert answered(list(enumerate(cut(body, at), 1)), dialect)._replace(**timeless) == whole._replace(**timeless)
+    single = by_bytes(body, dialect)
+    assert answered([(1, body)], dialect) == read_in([body], single)
+    pieces = cut(body, at)
+    assert answered([*enumerate(pieces, 1)], dialect) == read_in(pieces, single)
 
 
 @pytest.mark.parametrize(("chat", "body"), captured())

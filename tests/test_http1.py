@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_bench.http1 import ProtocolError, Response, Sse, events, is_event_stream
+from llm_bench.http1 import ProtocolError, Response, Sse, events, is_event_stream, one_line_events
 from tests.fixtures import captured, cut, cuts, raw_reads, unhurried
 
 CHUNKED = (
@@ -298,6 +298,10 @@ def test_a_whole_body_gives_the_events_that_its_pieces_give_one_by_one(blocks, t
     assert list(zip(got.ns, got.data, strict=True)) == stamped
     assert (got.comments, got.leftover) == (sse.comments, sse.leftover())
     assert events([7], [body]).data == got.data
+    short_cut = one_line_events(read_ns, pieces)
+    assert short_cut in (None, got)
+    if blocks and not tail and all(block.startswith(b"data: ") and block != b"data: " for block in blocks):
+        assert short_cut == got if b"\n" not in b"".join(blocks) else short_cut is None
 
 
 @unhurried
