@@ -32,7 +32,7 @@ class Input(NamedTuple):
 def described(page: JsonObject, extra: Mapping[str, Any]) -> Mapping[str, Any]:
     """`extra` with the inputs of a model's metadata page in `extra.tensors`, the target's own words before its.
 
-    Raises ValueError where neither names an input.
+    Raises ValueError where neither names an input, BenchError where the target's own words are no table.
     """
     inputs = page.get("inputs")
     listed = {
@@ -42,7 +42,7 @@ def described(page: JsonObject, extra: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     own = extra.get(TENSORS)
     if own is not None and not isinstance(own, Mapping):
-        raise ValueError(f"extra.{TENSORS} is of type {type(own).__name__}, expected a table; {_RIGHT}")
+        raise BenchError(f"extra.{TENSORS} is of type {type(own).__name__}, expected a table; {_RIGHT}")
     if own:
         tables = {name: about if isinstance(about, Mapping) else {"data": about} for name, about in own.items()}
         return {**extra, TENSORS: {name: {**listed.get(name, {}), **about} for name, about in tables.items()}}
@@ -82,7 +82,7 @@ def _declared(request: Request, ask: Ask) -> dict[str, JsonObject]:
     for extra in (ask.extra, request.extra):
         tensors = extra.get(TENSORS) or {}
         if not isinstance(tensors, Mapping):
-            raise _wrong(request, f"extra.{TENSORS} is no table of tensors")
+            raise _wrong(request, f"extra.{TENSORS} is not a table of tensors")
         for name, about in tensors.items():
             found[name] = {**found.get(name, {}), **(about if isinstance(about, Mapping) else {"data": about})}
     for name, about in found.items():
@@ -91,7 +91,7 @@ def _declared(request: Request, ask: Ask) -> dict[str, JsonObject]:
         if about.get("datatype") not in tuple(DATATYPES) or not sound:  # whatever stands there: a list has no hash
             raise _wrong(
                 request,
-                f"extra.{TENSORS}.{name} has datatype {about.get('datatype')!r} and shape {shape!r}; right: "
+                f"extra.{TENSORS}.{name} has datatype {about.get('datatype')!r} and shape {shape!r}; expected "
                 f"one of {', '.join(DATATYPES)}, and a list of sizes, -1 for one that is open",
             )
     return found

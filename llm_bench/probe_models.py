@@ -9,7 +9,7 @@ import httpx
 from llm_bench import answer, mistaken, statuses, talk, targets
 from llm_bench.bodies import Ask
 from llm_bench.dialects import DIALECTS
-from llm_bench.errors import TargetError
+from llm_bench.errors import BenchError, TargetError
 from llm_bench.exchange import COMPLETE, Exchange
 from llm_bench.http1 import is_web_page
 from llm_bench.protocol import json_of, path_for
@@ -65,7 +65,10 @@ def listed(
 
 
 def described(client: httpx.Client, target: Target, model: str, models: list[str]) -> Mapping[str, Any]:
-    """The target's `extra`, with what its server says of the model where bodies cannot be made without it."""
+    """The target's `extra`, with what its server says of the model where bodies cannot be made without it.
+
+    Raises BenchError where `extra` itself is wrong, TargetError where the server does not say enough.
+    """
     row = target.dialect
     if row.site.described is None:
         return target.extra
@@ -74,6 +77,8 @@ def described(client: httpx.Client, target: Target, model: str, models: list[str
     try:
         status, headers, body = talk.whole_page(client, "GET", address, PAGE_S)
         return read(json_of(body) if status // 100 == 2 else {}, target.extra)
+    except BenchError as e:
+        raise BenchError(f"target {target.name}: {e}") from None
     except httpx.HTTPError as e:
         raise TargetError(f"target {target.name}: {address}: {type(e).__name__}: {e}") from None
     except ValueError as e:

@@ -117,7 +117,8 @@ class Site(NamedTuple):
     # (path after the URL without `base`, its body -> revision, engine_version, precision, image): the first that tells
     about: tuple[tuple[str, Callable[[JsonObject], Mapping[str, str]]], ...] = ()
     # (path of a model's page, {model} in it; the page and the target's `extra` -> the `extra` of every request): where
-    # a body cannot be made without what the server says of its model
+    # a body cannot be made without what the server says of its model. Raises ValueError for a page that says too
+    # little, BenchError for an `extra` that is wrong
     described: tuple[str, Callable[[JsonObject, Mapping[str, Any]], Mapping[str, Any]]] | None = None
     speaks: Callable[[JsonObject], bool] = bool  # of the first page of `about`: is that server one of this protocol?
     managed: Management | None = None

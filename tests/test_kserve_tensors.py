@@ -82,8 +82,8 @@ def test_every_datatype_and_shape_is_filled_with_what_its_bytes_can_hold(datatyp
     ("extra", "said"),
     [
         ({}, "line 7: the model's inputs are not known"),
-        ({"tensors": [1]}, "line 7: extra.tensors is no table"),
-        (of("FLOAT", [1]), r"line 7: extra.tensors.X has datatype 'FLOAT' and shape \[1\]; right: one of BOOL"),
+        ({"tensors": [1]}, "line 7: extra.tensors is not a table of tensors"),
+        (of("FLOAT", [1]), r"line 7: extra.tensors.X has datatype 'FLOAT' and shape \[1\]; expected one of BOOL"),
         (of("FP32", [-2]), "-1 for one that is open"),
         (of("FP32", "4"), "a list of sizes"),
         (of("FP32", [1, True]), "a list of sizes"),

@@ -306,6 +306,19 @@ def test_a_table_of_extra_that_no_request_can_be_made_of_names_the_target_and_no
     assert said in str(caught.value)
     assert "line 0" not in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2  # the user's own mistake, no fault of the target's
+
+
+def test_a_table_of_tensors_that_is_none_is_told_where_the_models_page_is_none_either():
+    def answers(number, seen):
+        missing = seen.path == f"/v2/models/{MODEL}"
+        return (
+            [(0, http_response(404, b'{"error": "no such model"}'))] if missing else serve("kserve-http")(number, seen)
+        )
+
+    with Scripted(answers) as server, pytest.raises(BenchError, match=r"^target t: extra.tensors is of type list") as e:
+        probe.probe(at(server, "kserve-http", extra={"tensors": [1]}), silent, 5.0)
+    assert e.value.exit_code == 2
 
 
 def test_a_text_may_stand_where_triton_takes_one():
