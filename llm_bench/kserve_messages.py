@@ -143,6 +143,8 @@ def tensor(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]
     for value in values if datatype in _KINDS else ():
         if not isinstance(value, _KINDS[datatype]):
             raise ValueError(f"tensor {name}: a value of type {type(value).__name__} is not of datatype {datatype}")
+        if datatype == "BOOL" and value not in (0, 1):
+            raise ValueError(f"tensor {name}: {value} is not of datatype BOOL; expected true, false, 1 or 0")
     try:
         if letter:
             return Tensor(name, datatype, tuple(shape), struct.pack(f"<{len(values)}{letter}", *values))

@@ -128,11 +128,16 @@ def test_a_number_that_its_type_cannot_hold():
         ([1], "FP32", ["x"], "not of datatype FP32"),
         ([1], "BYTES", [5], "a value of type int is not of datatype BYTES"),
         ([1], "BOOL", ["no"], "a value of type str is not of datatype BOOL"),
+        ([1], "BOOL", [5], "tensor IN: 5 is not of datatype BOOL; expected true, false, 1 or 0"),
     ],
 )
 def test_a_tensor_that_cannot_be(shape, datatype, values, said):
     with pytest.raises(ValueError, match=said):
         tensor("IN", datatype, shape, values)
+
+
+def test_a_bool_may_be_a_number():
+    assert values_of(tensor("IN", "BOOL", [4], [0, 1, True, False])) == [False, True, True, False]
 
 
 def a_stream_message(final):
