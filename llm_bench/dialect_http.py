@@ -115,7 +115,9 @@ def check(table: Mapping[str, Any]) -> None:
         raise ValueError("done is of a stream, and event is whole: leave it out, or say which events there are")
     for key in ("text", "whole_text", "finish", "usage_in", "usage_out", "usage_cached", "error"):
         if key in table and not all(table[key].split(".")):
-            raise ValueError(f"{key} is {table[key]!r}; right: names and places with a dot between, as choices.0.text")
+            raise ValueError(
+                f"{key} is {table[key]!r}; expected names and places with a dot between, as choices.0.text"
+            )
     _try(table["body"])
 
 
@@ -130,7 +132,7 @@ def _try(template: str) -> None:
                 orjson.loads(body)
             except orjson.JSONDecodeError as e:
                 raise ValueError(
-                    f"body: filled with a prompt of quotes and line ends it is not JSON ({e}); right: "
+                    f"body: filled with a prompt of quotes and line ends it is not JSON ({e}); expected "
                     f"{{{{prompt|tojson}}}}, without quotes of its own: {body[:120]!r}"
                 ) from None
 
@@ -151,10 +153,25 @@ class _Part(int):
     def __iter__(self) -> Iterator["_Part"]:
         return iter((self,))
 
+    def __len__(self) -> int:
+        return 1
+
+    def get(self, key: object, default: object = None) -> "_Part":
+        return self
+
+    def keys(self) -> list[str]:
+        return ["key"]
+
+    def values(self) -> list["_Part"]:
+        return [self]
+
+    def items(self) -> list[tuple[str, "_Part"]]:
+        return [("key", self)]
+
 
 def compiled(template: str) -> tuple[Render, frozenset[str]]:
     """(values -> the text, the names that it needs). Raises ValueError for what is no template of VALUES."""
-    from jinja2 import StrictUndefined, TemplateError, meta
+    from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_in_json, autoescape=False)
@@ -163,7 +180,8 @@ def compiled(template: str) -> tuple[Render, frozenset[str]]:
         names = frozenset(meta.find_undeclared_variables(environment.parse(template))) - environment.globals.keys()
         made = environment.from_string(template)
     except TemplateError as e:
-        raise ValueError(f"body is not a template: {e.message}") from None
+        line = f" (its line {e.lineno})" if isinstance(e, TemplateSyntaxError) and "\n" in template.strip() else ""
+        raise ValueError(f"body is not a template: {e.message}{line}") from None
     if unknown := sorted(names - VALUES.keys()):
         raise ValueError(f"body names {', '.join(unknown)}; known: {', '.join(VALUES)}")
 
