@@ -9,8 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -213,10 +214,16 @@ def _in_turn(senders: Sequence[Sender], worker: int) -> Callable[[bytes, float |
     return to_next
 
 
-async def _driven(
-    cell: Cell, work: Plan, part: Part, send: Send, done: Done, stop: asyncio.Event, gauge: Gauge, start_ns: int
-) -> Drive:
-    """The loop that the cell's load asks for, run to its end."""
+class _Loop(Protocol):
+    """A loop of `driver`, all bound but what it has in common with what runs beside it."""
+
+    def __call__(
+        self, send: Send, done: Done, *, stop: asyncio.Event, gauge: Gauge, start_ns: int
+    ) -> Awaitable[Drive]: ...
+
+
+def _asked(cell: Cell, work: Plan, part: Part) -> _Loop:
+    """The loop that the cell's load asks for."""
     options, load, board = cell.options, cell.load, part.board
 
     def note(row: int, due_ns: int) -> None:
@@ -224,34 +231,26 @@ async def _driven(
             board.note(part.worker, row, due_ns)
 
     if load.concurrency is None:
-        return await driver.open_loop(
+        return partial(
+            driver.open_loop,
             work,
-            send,
-            done,
             max_in_flight=load.max_in_flight,
             duration_s=options.duration_s,
             drain_s=options.drain_s,
-            stop=stop,
-            gauge=gauge,
             firsts=part.firsts(work.first),
-            start_ns=start_ns,
             note=note,
             spin_ns=round(options.spin_us * 1e3),
         )
     shared = None if board is None else part.slots(board, part.worker, part.workers, work.first, load.concurrency)
-    return await driver.closed_loop(
+    return partial(
+        driver.closed_loop,
         work,
-        send,
-        done,
         concurrency=load.concurrency,
         warmup=sizing.warmup_requests(cell),
         ramp_s=sizing.ramp_s(cell),
         duration_s=options.duration_s,
         drain_s=options.drain_s,
-        stop=stop,
-        gauge=gauge,
         slots=shared,
-        start_ns=start_ns,
         note=note,
     )
 
@@ -298,7 +297,7 @@ async def _loop(
         task.add_done_callback(lambda _: stop.set())  # they end by failing only: a full disk, or our own mistake
     cpu_ns, begun_ns = time.process_time_ns(), clock.now_ns()
     try:
-        drive = await _driven(cell, work, part, send, done, stop, gauge, start_ns)
+        drive = await _asked(cell, work, part)(send, done, stop=stop, gauge=gauge, start_ns=start_ns)
     finally:
         failed = [task for task in beside if task.done()]
         for task in beside:
