@@ -146,7 +146,7 @@ def _captured(one: Any, request: Request) -> Input:
         return Input(str(one["name"]), str(one["datatype"]), tuple(map(int, one["shape"])), flat(one["data"]))
     except (KeyError, TypeError, ValueError):
         raise BenchError(
-            f"line {request.line}: an input of its body is {str(one)[:80]}; right: name, datatype, shape and data"
+            f"line {request.line}: an input of its body is {str(one)[:80]}; expected name, datatype, shape and data"
         ) from None
 
 

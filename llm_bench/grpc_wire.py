@@ -85,7 +85,7 @@ def address_of(url: str) -> tuple[str, bool]:
     """(HOST:PORT as grpcio takes it, is it TLS?) of http://HOST:PORT or https://HOST:PORT."""
     parts = urlsplit(url)
     if parts.path.strip("/"):
-        raise BenchError(f"{url}: a gRPC server has no path; {parts.scheme}://{parts.netloc} would be right")
+        raise BenchError(f"{url}: a gRPC server has no path; expected {parts.scheme}://{parts.netloc}")
     host = parts.hostname or ""
     shown = f"[{host}]" if ":" in host else host
     return f"{shown}:{parts.port or (443 if parts.scheme == 'https' else 80)}", parts.scheme == "https"

@@ -44,7 +44,7 @@ def request_head(url: str, path: str, headers: Sequence[tuple[str, str]], proxy:
         lines.append(f"Proxy-Authorization: {proxy.authorization}")
     for name, value in headers:
         if any(c in "\r\n\0" for c in name + value) or not name.strip() or ":" in name:
-            raise BenchError(f"header {name!r}: a name without colon and a value of one line would be right")
+            raise BenchError(f"header {name!r}: expected a name without colon and a value of one line")
         lines.append(f"{name}: {value}")
     return "".join(f"{line}\r\n" for line in lines).encode()
 
@@ -56,7 +56,7 @@ def _split(url: str) -> SplitResult:
     except ValueError:  # a port that is no number
         sound = False
     if not sound:
-        raise BenchError(f"{url!r} is no address of a server; http://HOST:PORT/v1 would be right")
+        raise BenchError(f"{url!r} is not the address of a server; expected http://HOST:PORT/v1")
     return target
 
 

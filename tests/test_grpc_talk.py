@@ -216,7 +216,7 @@ def test_a_server_that_closes_at_once(api, model):
 
 
 def test_a_url_with_a_path():
-    with pytest.raises(BenchError, match=r"a gRPC server has no path; http://127\.0\.0\.1:1 would be right"):
+    with pytest.raises(BenchError, match=r"a gRPC server has no path; expected http://127\.0\.0\.1:1"):
         probed(target_of("http://127.0.0.1:1/v1"))
 
 

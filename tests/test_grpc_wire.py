@@ -347,7 +347,7 @@ def test_a_file_that_is_none():
 
 
 def test_a_url_with_a_path():
-    with pytest.raises(BenchError, match="no path; http://h:1 would be right"):
+    with pytest.raises(BenchError, match="no path; expected http://h:1"):
         ask("http://h:1/v1")
 
 

@@ -106,7 +106,7 @@ def test_a_header_that_would_break_the_lines_is_refused(header: tuple[str, str])
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://h/", "http://", "http://h:x/"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(BenchError, match="http://HOST:PORT/v1 would be right"):
+    with pytest.raises(BenchError, match="is not the address of a server; expected http://HOST:PORT/v1"):
         wire_to(url)
 
 
