@@ -54,7 +54,7 @@ class Timing(NamedTuple):
     greatest: float
     sets: int
     way: str  # graph; eager: launched one by one from Python, whose time is then part of it; rehearsed: on a CPU
-    replays: int = REPLAYS  # that it is the median of
+    replays: int  # that it is the median of
 
 
 Calls = Sequence[Callable[[], object]]
@@ -154,7 +154,7 @@ def _figures(case: Case, timing: Timing, limits: Ceilings) -> Results:
 def _time(calls: Calls, card: Card) -> Timing:
     """One call on average over all of them in turn, the median of `replays` times over.
 
-    Of fewer where they would take longer than MOST_S, of LEAST_REPLAYS in any case.
+    Of fewer where all, those that warm up among them, would take longer than MOST_S, but of LEAST_REPLAYS at least.
     """
     calls[0]()  # compiles, allocates
     card.settle()

@@ -167,13 +167,13 @@ def correctness(scale: Scale, save: Save, found: Results | None = None) -> Resul
         save(found)
     checks = found.setdefault("checks", [])
     for check in (_same_in_any_batch, _attention_in_any_batch)[len(checks) :]:  # as with rows, the last may have failed
-        checks.append({"failed": f"{check.__name__}: {UNDER_WAY}", "ok": False})
+        checks.append({"check": check.__name__, "failed": f"{check.__name__}: {UNDER_WAY}", "ok": False})
         save(found)
         made = kept(partial(check, device, dtype))
         if "failed" in made:
             checks[-1]["failed"] = f"{check.__name__}: {made['failed']}"
         else:
-            checks[-1] = {"ok": True}  # that it was made
+            checks[-1] = {"check": check.__name__, "ok": True}  # what it found is in same_in_any_batch
             found["same_in_any_batch"] |= made
         save(found)
         if "failed" in made and not _usable():
@@ -398,7 +398,7 @@ def _end_group(child: "subprocess.Popen[bytes]") -> None:
 
 
 def whole(result: Results) -> bool:
-    """Whether a stage ended, each of its rows is right, and rows do not depend on their batch."""
+    """Whether a stage ended, each of its rows is right, each check was made, and rows do not depend on their batch."""
     lists = [rows for rows in result.values() if isinstance(rows, list)]
     rows = all(row.get("ok", True) for rows in lists for row in rows)
     return "failed" not in result and rows and all(result.get("same_in_any_batch", {}).values())
@@ -430,7 +430,7 @@ def _errors(result: Results) -> list[str]:
         cells = [row["kernel"], row["shape"], f"{float(row['error']):.1e}", f"{row['allowed']:.1e}{mark}"]
         lines.append(f"| {' | '.join(cells)} |")
     same = [f"{name} {'yes' if equal else '**no**'}" for name, equal in result["same_in_any_batch"].items()]
-    alone = f"A row alone is, bit for bit, the row in a batch: {', '.join(same) or 'not tried'}."
+    alone = f"A row alone is, bit for bit, the row in a batch: {', '.join(same) or 'no check came to its end'}."
     return [*lines, "", alone, "", *_failed(result.get("checks", ()))]
 
 

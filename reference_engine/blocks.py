@@ -100,7 +100,8 @@ class Blocks:
     def withdraw(self, sequence: Sequence) -> None:
         """Offer no more what it has published or was given: who is admitted from now on does not get it.
 
-        Whoever holds such a block keeps it. What follows it in the chain is found only once it is published again.
+        Whoever holds such a block keeps it, and does not offer it again. Later blocks of its chain stay published, but
+        are found only once somebody has published an equal one in its place.
         """
         for block in sequence.blocks[: sequence.published]:
             if self._content[block]:
@@ -131,7 +132,7 @@ class Blocks:
         return -(-tokens // self.block_size)
 
     def writable(self, block: int) -> bool:
-        """Only its one holder may write to a block, and only until it is offered."""
+        """Only its one holder may write to a block, and only until it is offered (or again when withdrawn)."""
         return self.refs[block] == 1 and not self._content[block]
 
     def check(self, holders: Iterable[Sequence]) -> None:

@@ -241,7 +241,7 @@ class Engine:
             self._rate.observe(sum(n for _, n in work), (now_ns - begun_ns) / 1e9)
             self.telemetry.observe(made)
             outputs += made
-            for _, sequence in ends:  # an earlier chunk, of which no logits were taken, may hold no numbers either
+            for _, sequence in ends:  # it may come from an earlier chunk, of it or of whoever offered its blocks
                 scheduler.blocks.withdraw(sequence)
             for reason, sequence in [*ends, *(("oom", s) for s in failed)]:
                 self._abort(sequence, reason)

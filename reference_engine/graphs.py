@@ -67,7 +67,7 @@ def cuda() -> Device:
 
 @cache
 def _side() -> torch.cuda.Stream:
-    """One for all captures, after a restart too: cuBLAS keeps 32 MiB for each stream that it was ever used on."""
+    """One for all captures on the device, after a restart too: cuBLAS keeps 32 MiB for each stream it was used on."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 

@@ -56,16 +56,16 @@ def settle(config: EngineConfig, runner: ModelRunner) -> tuple[EngineConfig, Mem
 
 
 def _free_beside(config: EngineConfig, runner: ModelRunner) -> tuple[int, int | None]:
-    """Bytes for a pool, the one that is there given back, and the largest step's, already taken off them.
+    """(bytes that a pool may have, those of the pool that is there among them; bytes that the largest step takes).
 
-    None: that step was not measured, see Memory.
+    The second is taken off the first already; None where it was not measured, see Memory.
     """
     on_cpu, pool = runner.device.type == "cpu", runner.kv_bytes
     if not config.memory_fraction:  # a CPU's kernel gives a pool's pages only when written: they are free still
         return free_bytes(runner) + (0 if on_cpu else pool), None
     if on_cpu:
         _fill(runner.model.cache)
-    before = free_bytes(runner)
+    before = free_bytes(runner)  # used on a CPU alone
     workspace = workspace_bytes(config, runner)
     # What a step took, a CPU's kernels (native.Scratch) and allocator keep for the next one: read after it, free lacks
     # that already, and it would count twice. A GPU gives it back, but for what the driver loads late.

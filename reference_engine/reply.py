@@ -78,6 +78,7 @@ async def stream(
         return response
     except (ApiError, EngineDownError, Refused) as error:  # the status is sent: the stream says it, without [DONE]
         entry.outcome = outcome_of(error)
+        answer.close()  # its other choices end too: nothing may follow the last event, nor move what the account says
         answer.account()
         last = b"data: " + error_body(status_of(error), str(error)) + b"\n\n"
     try:

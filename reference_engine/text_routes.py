@@ -47,7 +47,7 @@ async def _answer(
 ) -> web.StreamResponse:
     body = await body_of(request, server.bodies)
     if kind is COMPLETION and scoring.is_scoring(body):
-        ask, top = _to_score(server, body), body["logprobs"]
+        ask, top = _to_score(server, body)
         del body  # it may wait long for its turn
         return await _score(server, request, ask, top, entry, troubles)
     with server.adapters.used(body.get("model")) as adapter:
@@ -75,13 +75,13 @@ async def _answer(
             answer.close()
 
 
-def _to_score(server: "Server", body: dict[str, Any]) -> Ask:
-    """Raises ApiError or EngineDownError."""
+def _to_score(server: "Server", body: dict[str, Any]) -> tuple[Ask, int]:
+    """What to score, and how many likeliest tokens to tell of. Raises ApiError or EngineDownError."""
     server.engine.check_alive()
     model = body.get("model")
     if isinstance(model, str) and model in server.adapters.loaded:
         raise ApiError(400, "echo: a LoRA adapter scores nothing; would be right: the model itself", "model")
-    return scoring.parse_scoring(body, server.model, server.vocab_size)
+    return scoring.parse_scoring(body, server.model, server.vocab_size), body["logprobs"]
 
 
 async def _score(
@@ -92,7 +92,7 @@ async def _score(
     if len(ids) > server.engine.config.context:
         text = f"the prompt has {len(ids)} tokens; would be right: at most {server.engine.config.context}"
         raise ApiError(400, text, "prompt")
-    server.bodies.release(request)
+    server.bodies.count(request, len(ask.text or ids))  # what of it waits: text or ids
     scored: list[scoring.Scored] = []
     async with server.scores:
         server.engine.check_alive()

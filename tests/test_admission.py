@@ -387,6 +387,7 @@ def test_an_account_is_closed_when_the_last_event_is_made_and_not_when_it_was_re
             await until(lambda: served.log)
             assert served.log[0]["outcome"] == ("error" if fails else "length")
             assert served.log[0]["received_ns"] + served.log[0]["total_ns"] < begun_to_read_ns
+            assert min(served.log[0]["parts_ns"].values()) >= 0
 
     asyncio.run(main())
 

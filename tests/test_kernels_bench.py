@@ -186,7 +186,7 @@ def test_inputs_take_turns_until_no_cache_holds_them(moved: int, turns: int) -> 
 
 def test_figures_are_the_bytes_over_the_time() -> None:
     case = CASES["swiglu"](Sizes())._replace(moved_bytes=2 * 10**9, flops=10**12)
-    found = bench._figures(case, Timing(1000.0, 990.0, 1100.0, 2, "eager"), Ceilings(4000.0, 2000.0))
+    found = bench._figures(case, Timing(1000.0, 990.0, 1100.0, 2, "eager", 20), Ceilings(4000.0, 2000.0))
     assert found["gb_s"] == 2000
     assert found["percent_of_copy"] == 50
     assert found["tflop_s"] == 1000

@@ -131,8 +131,8 @@ def test_a_full_pool_and_the_largest_step_leave_what_was_said_to_be_free() -> No
 
     In a process of its own: other tests' memory comes and goes.
     """
-    if sys.platform != "linux":
-        pytest.skip("needs Linux's /proc")
+    if not resets_its_peak():
+        pytest.skip("here a process may not reset its peak")
     measure = (
         "from dataclasses import replace\n"
         "from reference_engine import kv_memory\n"
@@ -150,11 +150,17 @@ def test_a_full_pool_and_the_largest_step_leave_what_was_said_to_be_free() -> No
     )
     done = subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, timeout=180, check=True)
     workspace, pool, said, left = map(int, done.stdout.split())
-    if not workspace:
-        pytest.skip("this kernel does not let a process reset its peak")
     assert workspace > 40 * 2**20
     assert pool > 64 * 2**20
     assert abs(left - said) < 32 * 2**20, done.stdout  # seen 10: an allocator keeps pieces; scratch twice made it 60
+
+
+def resets_its_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 class Taking:
@@ -208,6 +214,7 @@ def test_what_was_left_to_collect_is_not_taken_off_the_workspace(monkeypatch: py
     runner = Taking()
     collected_before: list[list[str]] = []
     monkeypatch.setattr(runner, "execute", lambda work: collected_before.append(list(left)))
+    was_on = gc.isenabled()
     gc.disable()  # else it might be collected by chance
     try:
         cycle = Left()
@@ -215,9 +222,10 @@ def test_what_was_left_to_collect_is_not_taken_off_the_workspace(monkeypatch: py
         del cycle
         kv_memory.workspace_bytes(replace(CONFIG, memory_fraction=0.5), runner)  # type: ignore[arg-type]
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
     assert left == ["collected"]
-    assert collected_before in ([], [["collected"]])  # no step where a process may not reset its peak
+    assert collected_before == [["collected"]] * resets_its_peak()
 
 
 def test_a_containers_limit_is_the_less_where_there_is_one(tmp_path: Path) -> None:
