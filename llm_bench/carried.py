@@ -394,7 +394,7 @@ def resident(cell: Cell, window: Window, block_size: int) -> Resident | str:
 
 
 def _between_tokens(cell: Cell) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """(row, its ns, the next one's ns, tokens generated with it) of each token-bearing event, piece by piece.
+    """(row, its ns, the next one's ns, tokens generated up to and with it) of each token-bearing event.
 
     The last lasts no time: a sequence's blocks are freed with its last token.
     """

@@ -32,7 +32,9 @@ def overload(case: Case) -> Finding | None:
     if not case.window.growth:
         return None
     waiting = case.most("waiting")
-    queue = "" if waiting is None else f"; at the server at most {waiting:.0f} waited ({case.names('waiting')})"
+    queue = (
+        "" if waiting is None else f"; at the server at most {waiting:.0f} were seen waiting ({case.names('waiting')})"
+    )
     return Finding(
         f"the backlog grows by {case.window.growth:.2f} requests/s where {case.metric('arrival_rate') or 0:.2f}/s "
         f"arrive{queue}",

@@ -123,7 +123,7 @@ def hot_by_metrics(case: Case) -> Finding | None:
     queue = ""
     if None not in waits.values():
         queue = f"; waiting on average: {', '.join(f'{name} {value:.1f}' for name, value in waits.items())}"
-    what = metric.replace("_", " ") + (" a second" if counter else "")
+    what = f"{metric.replace('_', ' ')} a second" if counter else "running requests"  # the only gauge of `_told`
     return Finding(
         f"{url} has {most / mean:.1f} times the {what} of the mean replica ({shares}){queue}",
         "likely" if case.server and case.server.apart else "sure",  # of other times the load may have been another

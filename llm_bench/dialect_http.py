@@ -143,6 +143,9 @@ class _Any(dict[str, Any]):
     def __missing__(self, key: str) -> "_Part":
         return _Part(1)
 
+    def get(self, key: str, default: object = None) -> "_Part":  # dict's own does not ask __missing__
+        return _Part(1)
+
 
 class _Part(int):
     """A value of `extra` that a target or a trace may give: a number, and as a table or a list it has such parts."""
@@ -167,6 +170,9 @@ class _Part(int):
 
     def items(self) -> list[tuple[str, "_Part"]]:
         return [("key", self)]
+
+
+Mapping.register(_Part)  # the filter `items` takes nothing else
 
 
 def compiled(template: str) -> tuple[Render, frozenset[str]]:

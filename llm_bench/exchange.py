@@ -39,9 +39,7 @@ class Exchange:
 
     sent_ns: int = 0  # the last byte was handed to the socket; after a reopening, that of the first sending
     first_byte_ns: int = 0  # first byte of the response
-    first_token_ns: int = (
-        0  # the read that brought the first token-bearing event; over HTTP/1.1 0 where the end came with it
-    )
+    first_token_ns: int = 0  # the read that brought the first token-bearing event; HTTP/1.1: 0 if the end came with it
     end_ns: int = 0  # terminal byte, close, or the moment it was given up
     status: int = 0
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # names in lower case

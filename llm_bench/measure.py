@@ -215,7 +215,7 @@ def _in_turn(senders: Sequence[Sender], worker: int) -> Callable[[bytes, float |
 
 
 class _Loop(Protocol):
-    """A loop of `driver`, all bound but what it has in common with what runs beside it."""
+    """A loop of `driver` with its load bound: what is left is shared with the tasks beside it."""
 
     def __call__(
         self, send: Send, done: Done, *, stop: asyncio.Event, gauge: Gauge, start_ns: int

@@ -249,7 +249,7 @@ def _between_open(open_: Sequence[Point], low: float, high: float) -> bool:
 
 
 def _blocked(open_: Sequence[Point], load: float) -> bool:
-    """A client that is at its limit cannot offer more."""
+    """Would no more requests decide it? A client at its limit cannot offer more, and what is hidden stays so."""
     return any(p.load == load and not p.more_helps for p in open_)
 
 

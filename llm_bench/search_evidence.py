@@ -49,6 +49,7 @@ class Unknown(NamedTuple):
     """A cell has no such figure."""
 
     why: str
+    more_helps: bool = False  # a longer cell may have it
 
 
 Evidence = Counts | Span | Unknown
@@ -77,9 +78,7 @@ class Limited(NamedTuple):
     why: str
     low: float | None  # interval of the share that met it, or of the figure, at the CONFIDENCE of the look
     high: float | None
-    needs: int | None = (
-        None  # requests in all that would decide it as it looks; None: decided, none would, or not known
-    )
+    needs: int | None = None  # requests in all that would decide it as it looks; None: decided, none, or not known
     hopeless: bool = False  # no number of requests would decide it
 
 
@@ -137,14 +136,14 @@ def _evidence(cell: Cell, window: Window, limit: Limit, agreed: Slo) -> Evidence
     if limit.bound is not None:
         got = slo.attainment(cell, window, [limit.bound], agreed.context(limit.of_class))
         if not got.decided + got.undecided:
-            return Unknown("no request that decides it was due in the window")
+            return Unknown("no request that decides it was due in the window", more_helps=True)
         samples = _samples(cell, window, limit, agreed, got)
         return Counts(got.met, got.decided, samples, got.undecided, got.hidden, got.hidden_by)
     if limit.metric.name == "error_rate":
         rows = due_in(cell, window) & outcome_in(cell, "ok", "failed")
         ok = outcome_in(cell, "ok")[rows]
         if not len(ok):
-            return Unknown("no request of the window ended")
+            return Unknown("no request of the window ended", more_helps=True)
         share = float(ok.mean())
         ess = stats.ess_of(ok, share * (1 - share)) if 0 < share < 1 else float(len(ok))
         return Counts(int(ok.sum()), len(ok), ess)
@@ -154,7 +153,7 @@ def _evidence(cell: Cell, window: Window, limit: Limit, agreed: Slo) -> Evidence
         return Unknown(judged.why)
     if judged.low is None or judged.high is None:
         reduced = limit.metric.reducer in ("max", "min")
-        return Span(value, value, value, judged.value.n) if reduced else Unknown(judged.why)
+        return Span(value, value, value, judged.value.n) if reduced else Unknown(judged.why, more_helps=True)
     return Span(value, judged.low, judged.high, judged.value.n)
 
 
@@ -209,7 +208,7 @@ def judge(limit: Limit, found: Evidence, *, guard: bool = False, again: bool = F
     confidence = CONFIDENCE[again]
     level = f"{confidence:.0%} interval"
     if isinstance(found, Unknown):
-        return Limited(limit, "UNDECIDED", found.why, None, None, hopeless=True)
+        return Limited(limit, "UNDECIDED", found.why, None, None, hopeless=not found.more_helps)
     if isinstance(found, Span):
         if again:
             below, above = (WIDER * (edge - found.value) for edge in (found.low, found.high))
@@ -227,8 +226,8 @@ def judge(limit: Limit, found: Evidence, *, guard: bool = False, again: bool = F
     asked = 1 - limit.value if limit.share is None else limit.share
     n = found.decided + found.open
     may_miss = (1 - asked) * n
-    # A longer cell has no more that are cut, and as large a part that is hidden: too large for it to be met, and where
-    # it would be met with them, not missed either.
+    # A longer cell has as large a part that is hidden: where more than may miss, it is never met; where it would be met
+    # with them, nor missed. Held against all, cut ones too, so that few requests do not give a load up.
     could = found.met + found.hidden >= asked * (found.decided + found.hidden)
     hopeless = found.hidden > may_miss and could
     if not n or not found.ess:
@@ -247,26 +246,31 @@ def judge(limit: Limit, found: Evidence, *, guard: bool = False, again: bool = F
     verdict = "MET" if low >= asked else "MISSED" if high < asked else "UNDECIDED"
     if verdict != "UNDECIDED":
         return Limited(limit, verdict, why, low, high)
-    needs = None if found.open > may_miss else needed(share, asked, found.ess, n, confidence)
+    seen = found.decided + found.hidden  # a longer cell has no more that are cut
+    most = (found.met + found.hidden) / seen
+    needs = None if found.open > may_miss else needed(found.met / seen, asked, found.ess, n, confidence, most)
     return Limited(limit, verdict, why, low, high, needs, hopeless)
 
 
 def _not_known(of: Counts) -> str:
     """Of how many requests it is not known whether they met the limit, and why, in words; "" where it is of all."""
-    hidden = [f"hidden ({', '.join(of.hidden_by)}), as of more it would be"] if of.hidden else []
+    hidden = [f"hidden ({', '.join(of.hidden_by)}), as it would be of more"] if of.hidden else []
     cut = ["cut"] if of.open > of.hidden else []
     return f"; of {of.open:,.0f} it is not known: {', or '.join(hidden + cut)}" if of.open else ""
 
 
-def needed(share: float, asked: float, ess: float, n: float, confidence: float = CONFIDENCE[0]) -> int | None:
+def needed(
+    share: float, asked: float, ess: float, n: float, confidence: float = CONFIDENCE[0], most: float | None = None
+) -> int | None:
     """Requests in all, at this share and dependence, until the interval is clear of what is asked; None: over 1,000 n.
 
-    At a confidence of 95% 73 of 73 have a lower bound of 95%.
+    `most`: the share were all hidden ones to meet it. At a confidence of 95% 73 of 73 have a lower bound of 95%.
     """
 
     def clear(samples: float) -> bool:
-        bounds = stats.wilson(share * samples, samples, confidence)
-        return bounds.low >= asked or bounds.high < asked
+        low = stats.wilson(share * samples, samples, confidence).low
+        high = stats.wilson((share if most is None else most) * samples, samples, confidence).high
+        return low >= asked or high < asked
 
     low, high = 1, math.ceil(1000 * n)
     if not clear(high * ess / n):

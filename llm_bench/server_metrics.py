@@ -319,8 +319,10 @@ def _sum(mine: Sequence[Figure]) -> Figure:
         shares = METRICS_OF[first.metric].over == "mean"
         least = [f.least for f in said if f.least is not None]
         most = [f.most for f in said if f.most is not None]
+        weights = [f.parts if shares else 1 for f in said]
+        total = sum((f.value or 0.0) * weight for f, weight in zip(said, weights, strict=True))
         return first._replace(
-            value=sum(f.value or 0.0 for f in said) / (len(said) if shares else 1),
+            value=total / (sum(weights) if shares else 1),
             least=min(least) if shares else sum(least),
             most=max(most) if shares else sum(most),
             parts=sum(f.parts for f in mine),

@@ -49,8 +49,8 @@ def _not_pinned(f: Facts) -> Finding | None:
     if unknown:
         found.append(f"of {unknown} of {many} answers the length is unknown, and the target ends them where it likes")
     # Answers of unknown length end early, if anything: they may make up for those known to be longer.
-    longer = off.sum() > 0 and not unknown
-    effect = TOO_LOW if off.sum() < 0 else TOO_HIGH if longer else EITHER_WAY
+    surely_longer = off.sum() > 0 and not unknown
+    effect = TOO_LOW if off.sum() < 0 else TOO_HIGH if surely_longer else EITHER_WAY
     if not found:
         return None
     if not len(apart):

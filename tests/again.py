@@ -20,8 +20,11 @@ def main() -> int:
         names = sorted(json.loads(FAILED.read_text())) if ENDED.read_text().strip() == "1" else []
     except (OSError, ValueError):
         names = []
+    ENDED.unlink(missing_ok=True)  # judged once more, not twice
     if not 0 < len(names) <= MOST or not all("::" in name for name in names):  # without: a file that was not collected
-        print(f"not judged once more: only 1 to {MOST} tests of a run that came to its end are", file=sys.stderr)
+        print(
+            f"not run once more: that is only for 1 to {MOST} failures of a run that came to its end", file=sys.stderr
+        )
         return 1
     print("failed beside others, now alone:", *names, sep="\n  ", flush=True)
     return subprocess.run([sys.executable, "-m", "pytest", "-v", *names], check=False).returncode

@@ -701,7 +701,7 @@ def test_a_replica_that_was_scraped_for_longer_is_not_called_hot() -> None:
     assert diagnose(dataclasses.replace(of, replicas=at_once)).findings["hot replica"].sure == "sure"
     seats_ = {url: scraped(running=n, waiting=0.0) for url, n in (("http://a", 1.0), ("http://b", 9.0))}
     seen = diagnose(dataclasses.replace(of, replicas=seats_)).findings["hot replica"].seen
-    assert "http://b has 1.8 times the running of the mean replica" in seen  # a gauge is no rate
+    assert "http://b has 1.8 times the running requests of the mean replica" in seen  # a gauge is no rate
 
 
 def test_the_rates_that_are_printed_of_replicas_add_up() -> None:
@@ -719,7 +719,7 @@ def test_how_many_waited_is_a_bound_of_what_waited_at_all_replicas() -> None:
     """At most 40 and 9 waited; whether at one time is not known."""
     pages = {url: scraped(**(CALM | {"waiting": (5.0, most)})) for url, most in (("http://a", 40.0), ("http://b", 9.0))}
     seen = diagnose(dataclasses.replace(backlog(), replicas=pages)).findings["overload"].seen
-    assert "; at the server at most 49 waited (x:waiting, " in seen
+    assert "; at the server at most 49 were seen waiting (x:waiting, " in seen
 
 
 def test_seats_of_two_replicas_are_those_of_both() -> None:

@@ -148,7 +148,8 @@ NESTED = (
     '{"p": {{prompt|tojson}}, "t": {{extra.sampling.top_p}}, "k": {{extra.options["k"][0]|tojson}}, '
     '"s": [{% for word in extra.stop %}{{word|tojson}}{% endfor %}], "n": {{extra.stop|length}}, '
     '"o": { {% for k, v in extra.options.items() %}"{{k}}": {{v}}{% endfor %} }, "g": {{extra.options.get("k", 0)}}, '
-    '"l": [{% for k in extra.options.keys() %}"{{k}}"{% endfor %}, {{extra.options.values()|list|length}}]}'
+    '"l": [{% for k in extra.options.keys() %}"{{k}}"{% endfor %}, {{extra.options.values()|list|length}}], '
+    '"i": {{extra.options|items|list|length}}, "h": {{extra.get("options").get("k", 0)}}}'
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# One import order of llm_bench; DESIGN.md groups the same modules by what they are for.
+# One import order of llm_bench; DESIGN.md has another, by what modules are for.
 LAYERS = """errors limits printable clock exchange http1 stats steady pairs changes request ticks prefixes fields
 captured agentic formats containers sheet arrange trace workload doctor trace_report trace_plot fit
 model_file law synth servegen goodness goodness_plot anonymise parts mix neighbours selection prompts
@@ -65,7 +65,7 @@ def test_every_module_of_the_bench_has_its_place_in_the_list():
     assert {p.stem for p in (ROOT / "llm_bench").glob("*.py")} - {"__init__"} == set(LAYERS)
 
 
-def test_the_design_page_names_every_module():
+def test_the_design_page_names_every_module_in_import_order():
     page = (ROOT / "DESIGN.md").read_text()
     rows = page[page.index("| module | holds |") : page.index("`reference_engine/`: config")]
     cells = ", ".join(re.findall(r"^\| ([^|]+) \|", rows, re.MULTILINE))
@@ -73,6 +73,12 @@ def test_the_design_page_names_every_module():
     named = {name.strip() for name in cells.split(",")}
     assert {name for name in LAYERS if not name.startswith("dialect_")} <= named
     assert {name for name in named if re.fullmatch(r"\w+", name)} - {"module"} <= set(LAYERS)
+    order = [name.strip() for name in cells.split(",") if name.strip() in LAYERS]
+    for at, name in enumerate(order):
+        used = imports(ROOT / "llm_bench" / f"{name}.py")
+        assert not [other for other in order[at + 1 :] if f"llm_bench.{other}" in used and other not in order[:at]], (
+            name
+        )
 
 
 @pytest.mark.parametrize("name", LAYERS)

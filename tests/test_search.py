@@ -174,13 +174,17 @@ def test_what_is_not_known_is_said_with_its_own_reasons_alone():
     cut, hidden = Counts(90, 95, 95, 5), Counts(90, 95, 95, 5, 5, ("not streamed",))
     limit = SLO.limits[0]
     assert search_evidence.judge(limit, cut).why.endswith("; of 5 it is not known: cut")
+    needs = search_evidence.judge(limit, Counts(96, 96, 96.0, 4, 4, ("not streamed",))).needs
+    assert needs is None or needs > 1000  # hidden ones count as misses below: 96% of all, not 100%
     assert search_evidence.judge(limit, hidden).why.endswith(
-        "; of 5 it is not known: hidden (not streamed), as of more it would be"
+        "; of 5 it is not known: hidden (not streamed), as it would be of more"
     )
     both = search_evidence.pooled([cut, hidden, hidden._replace(hidden_by=("several choices", "not streamed"))])
     assert search_evidence.judge(limit, both).why.endswith(
-        "; of 15 it is not known: hidden (not streamed, several choices), as of more it would be, or cut"
+        "; of 15 it is not known: hidden (not streamed, several choices), as it would be of more, or cut"
     )
+    rare = search_evidence.Unknown("no request that decides it was due in the window", more_helps=True)
+    assert not search_evidence.judge(limit, rare).hopeless  # a longer cell may have one
     whole = sample.cell([sample.record(i, 100.0 * i, events=[], end=100.0 * i + 5, tokens_out=2) for i in range(100)])
     first, _ = search_evidence.seen("c", 5.0, whole, windows.of(whole), SLO).evidence
     assert isinstance(first, Counts)
@@ -188,7 +192,7 @@ def test_what_is_not_known_is_said_with_its_own_reasons_alone():
     told = search_evidence.judge(limit, first)
     assert told.hopeless
     assert told.why == (
-        "no request that decides it; of 100 it is not known: hidden (not streamed), as of more it would be"
+        "no request that decides it; of 100 it is not known: hidden (not streamed), as it would be of more"
     )
 
 

@@ -113,6 +113,7 @@ def test_engines_of_one_server_add_up_and_shares_are_averaged() -> None:
     both = total([found, between(*2 * ["vllm:kv_cache_usage_perc 0.5"])])
     assert both is not None
     assert both.of["kv_usage"].parts == 3
+    assert both.value("kv_usage") == pytest.approx(1.3 / 3)
 
 
 def test_braces_in_a_name_pick_samples_by_label() -> None:
