@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from llm_bench import changes, grid, metrics
+from llm_bench import changes, files, grid, metrics
 from llm_bench.changes import ChangePoint
 from llm_bench.errors import BenchError
 from llm_bench.metrics import Metric
@@ -355,11 +355,10 @@ def write_parquet(found: Sequence[History], path: Path) -> int:
     """
     from pyarrow import parquet
 
-    made, part = table(found), path.with_name(f"{path.name}.part")
+    made = table(found)
     try:
-        parquet.write_table(made, part)
-        part.replace(path)
+        with files.whole(path) as part:
+            parquet.write_table(made, part)
     except OSError as e:
-        part.unlink(missing_ok=True)
         raise BenchError(f"{path}: cannot be written: {e.strerror or e}") from None
     return int(made.num_rows)

@@ -31,6 +31,7 @@ from llm_bench.repeats import Group, groups
 from llm_bench.results import Asked, Run, Sheet, sheets
 from llm_bench.timeline import slices, timeline
 from llm_bench.words import (
+    FAILED,
     by_target,
     first_error,
     name_of,
@@ -238,7 +239,7 @@ def _pairs(caption: str, heads: tuple[str, str], pairs: Iterable[tuple[str, str]
 
 def _cell(sheet: Sheet, anchor: str) -> CellSection:
     m = sheet.measured
-    said = [line for line in remarks(sheet) if not line.startswith("failed: ")]  # they have a table
+    said = [line for line in remarks(sheet) if not line.startswith(FAILED)]  # they have a table
     tools = [*faults(sheet), *(as_tool(printed) for printed in sheet.as_tools)]
     if m.pair is not None:  # the verdict is of all runs of the cell: this one's own stands here
         said += [verdict_line(j) for j in sheet.judged] + [f"doubt: {d.kind}: {d.sentence}" for d in sheet.doubts]

@@ -8,7 +8,14 @@ import typer
 
 from llm_bench.errors import BenchError
 
-TargetsFile = Annotated[Path, typer.Option(help="File of declared targets.")]
+
+def _there(file: Path) -> Path:
+    if file != Path("targets.toml") and not file.exists():  # the default need not be there
+        raise BenchError(f"--targets-file {file}: there is no such file")
+    return file
+
+
+TargetsFile = Annotated[Path, typer.Option(callback=_there, help="File of declared targets.")]
 Api = Annotated[str, typer.Option(help="Protocol, by its name in docs/reference.md; default: openai-chat.")]
 Model = Annotated[str, typer.Option(help="Model name to ask for; default: the first that the target lists.")]
 KeyEnv = Annotated[str, typer.Option(help="Environment variable that holds the targets' API key.")]

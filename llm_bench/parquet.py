@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from llm_bench import files
 from llm_bench.errors import BenchError
 from llm_bench.printable import clean
 from llm_bench.records import SCHEMA as RECORD
@@ -105,18 +106,16 @@ def write(runs: Sequence[Run], asked: Asked, path: Path) -> int:
     """
     from pyarrow import parquet
 
-    part, rows = path.with_name(f"{path.name}.part"), 0
+    rows = 0
     told = {"version": VERSION, "runs": [_run_document(run) for run in runs]}
     context = asked.slo.context()
     schema = COLUMNS.with_metadata({"llm_bench": json.dumps(told, allow_nan=False)})
     try:
-        with parquet.ParquetWriter(part, schema) as file:
+        with files.whole(path) as part, parquet.ParquetWriter(part, schema) as file:
             for batch in chain.from_iterable(_batches(run, m, context) for run in runs for m in run.cells):
                 file.write_batch(batch.cast(schema))
                 rows += batch.num_rows
-        part.replace(path)
     except OSError as e:
-        part.unlink(missing_ok=True)
         raise BenchError(f"{path}: cannot be written: {e.strerror or e}") from None
     return rows
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from llm_bench import printable
+from llm_bench import files, printable
 from llm_bench.errors import BenchError
 
 
@@ -77,14 +77,11 @@ def show(text: str, then: str = "") -> None:
 
 
 def save(path: Path, text: str) -> None:
-    """In a file, whole or not at all. Raises OutputError."""
-    part = path.with_name(f"{path.name}.part")
+    """In a file, as `files.whole` makes it. Raises OutputError."""
     try:
-        part.write_text(text, encoding="utf-8", errors="replace")
-        part.replace(path)
+        with files.whole(path) as part:
+            part.write_text(text, encoding="utf-8", errors="replace")
     except OSError as e:
-        with suppress(OSError):
-            part.unlink()
         raise OutputError(f"{path}: cannot be written: {e.strerror or e}") from None
 
 

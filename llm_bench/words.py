@@ -22,6 +22,7 @@ _OF_A_CELL = ("tokens_per_second", "requests_per_second", "error_rate")
 DEFAULT_METRICS = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p95", *_OF_A_CELL)
 RETRIED = "first_attempt_success"  # by default too, where retries hide it
 DEFAULT_UNSTREAMED = ("e2e_p50", "e2e_p95", "e2e_p99", *_OF_A_CELL)  # whole answers have no TTFT and no TPOT
+FAILED = "failed, of all requests"  # warm-up and drain too, where a table counts those of the window
 LIMITED = "client-limited: upper bounds of latency, lower bounds of throughput"
 UNCHECKED = "its https certificate was not checked (--insecure): another server could have answered"
 MOST_ERROR = 300  # characters of an error that are said: enough for what servers mean by one
@@ -140,7 +141,7 @@ def remarks(sheet: Sheet) -> list[str]:
     if anew > RECONNECTED_SHARE * tried:
         alike = f"; {DROPS_ALIKE}" if anew > DROPS_SHARE * tried else ""
         lines.append(f"{anew} of {tried} requests found their kept-alive connection closed and opened it anew{alike}")
-    lines += [f"failed: {failure.text}, first: {first_error(failure)}" for failure in sheet.failures]
+    lines += [f"{FAILED}: {failure.text}, first: {first_error(failure)}" for failure in sheet.failures]
     return lines + _unknown_prompts(sheet.measured) + fault_lines(sheet)
 
 
@@ -250,7 +251,7 @@ def remarks_on_runs(group: Group) -> list[str]:
     lines += [line for name, of in group.by_class.items() for line in _interference(name, of)]
     for sheet in group.sheets:
         which = "" if sheet.measured.pair is None else f"run {sheet.measured.pair + 1} "
-        lines += [f"{which}failed: {f.text}, first: {first_error(f)}" for f in sheet.failures]
+        lines += [f"{which}{FAILED}: {f.text}, first: {first_error(f)}" for f in sheet.failures]
         lines += [f"{which}{line}" for line in fault_lines(sheet)]
     return lines
 

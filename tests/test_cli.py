@@ -73,6 +73,11 @@ def test_a_negative_warmup_does_not_dilute_a_rate_but_stops_the_run(tmp_path):
     assert not server.requests
 
 
+def test_a_named_file_of_targets_has_to_be_there(tmp_path):
+    ran = bench("http://127.0.0.1:1/v1", tmp_path, trace_file(tmp_path, rows(1)), "--targets-file", "gone.toml")
+    assert (ran.rc, ran.err) == (2, "llm-bench: --targets-file gone.toml: there is no such file\n")
+
+
 def test_the_version_is_printed():
     done = invoke("--version")
     assert (done.exit_code, done.output) == (0, f"llm-bench {__version__}\n")

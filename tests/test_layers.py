@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # One import order of llm_bench; DESIGN.md has another, by what modules are for.
-LAYERS = """errors limits printable clock exchange http1 stats steady pairs changes request ticks prefixes fields
+LAYERS = """errors limits files printable clock exchange http1 stats steady pairs changes request ticks prefixes fields
 captured agentic formats containers sheet arrange trace workload doctor trace_report trace_plot fit
 model_file law synth servegen goodness goodness_plot anonymise parts mix neighbours selection prompts
 bodies framing protocol dialect_openai dialect_anthropic dialect_chunks dialect_llamacpp

@@ -226,7 +226,7 @@ def test_the_terminal_says_numbers_window_reasons_failures_and_doubts(
         "goodput: – because no limits were given: --slo",
         "ttft_p50: no interval, ESS under 150",
         "ok, failed: requests due in the window below a percentile: n, ESS",
-        "failed: http_5xx 503 x1, first: HTTP 503: busy | later",
+        "failed, of all requests: http_5xx 503 x1, first: HTTP 503: busy | later",
         "doubt: failed requests: 20.0% (http_5xx 503 x1)",
         "doubt: too few requests: ttft_p95: p95 of 4 lies between the two largest",
         "doubt: weather: it rained",
@@ -272,7 +272,7 @@ def test_markdown_has_a_table_and_the_same_remarks(five: Path) -> None:
         "| rate=5/s | 4 | 1 | 60 (n 4, ESS 4, all: 70) | 78.5 (n 4, ESS 4, all: error) | 24 | 25 | 20.00% | – | 0.6 |"
         in text
     )
-    assert "- failed: http_5xx 503 x1, first: HTTP 503: busy \\| later" in text
+    assert "- failed, of all requests: http_5xx 503 x1, first: HTTP 503: busy \\| later" in text
     assert "**doubt: weather**: it rained" in text
 
 
