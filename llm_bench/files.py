@@ -10,7 +10,7 @@ def whole(path: Path) -> Iterator[Path]:
     """Where to write what is to stand at `path`: beside it first, and under its name at the end.
 
     What is no regular file, as a device, a pipe or a link, is written to where it stands: a new file would take its
-    place. Raises OSError, with nothing of the new file left.
+    place. Raises OSError; of a new file nothing is left then.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path

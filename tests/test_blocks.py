@@ -61,7 +61,8 @@ def test_a_block_is_offered_only_once_it_is_computed() -> None:
     assert hit(blocks, [1, 2, 3, 4, 5]) == 2
 
 
-def test_two_that_compute_the_same_keep_their_own_blocks() -> None:
+def computed_twice() -> tuple[Blocks, Sequence, Sequence]:
+    """Two sequences of equal tokens, admitted before either had offered a block."""
     blocks = Blocks(8, 2)
     first, second = sequence([1, 2, 3]), sequence([1, 2, 3])
     for s in (first, second):
@@ -70,6 +71,11 @@ def test_two_that_compute_the_same_keep_their_own_blocks() -> None:
         s.computed = 3
         blocks.publish(s)
         blocks.check([first, second])
+    return blocks, first, second
+
+
+def test_two_that_compute_the_same_keep_their_own_blocks() -> None:
+    blocks, first, second = computed_twice()
     assert not set(first.blocks) & set(second.blocks)
     assert blocks.match(sequence([1, 2, 3])) == first.blocks[:1]
     assert [blocks.writable(s.blocks[0]) for s in (first, second)] == [False, True]
@@ -180,13 +186,7 @@ def test_what_is_withdrawn_is_taken_before_what_may_be_reused() -> None:
 
 
 def test_of_two_that_compute_the_same_only_who_offered_it_withdraws_it() -> None:
-    blocks = Blocks(8, 2)
-    first, second = sequence([1, 2, 3]), sequence([1, 2, 3])
-    for s in (first, second):
-        assert blocks.admit(s, blocks.match(s))
-    for s in (first, second):
-        s.computed = 3
-        blocks.publish(s)
+    blocks, first, second = computed_twice()
     blocks.withdraw(second)
     assert hit(blocks, [1, 2, 3]) == 2
     blocks.withdraw(first)
